@@ -126,9 +126,9 @@ def _status(arguments: list[str]) -> None:
 
 def _view(arguments: list[str]) -> None:
     about = "Serves a page with the status of a running server, and /metrics for Prometheus, until Ctrl-C."
-    about += " It only reads. The page asks for a token; the link that is printed has it."
+    about += " It only reads. The page asks for a token; the printed link contains it."
     parser = _asking_parser("view", about)
-    where = f"where the page listens; 0 picks a free port (default {DEFAULT_HTTP}); it asks for the token in "
+    where = f"address of the page; port 0 picks a free one (default {DEFAULT_HTTP}); the token of the page is "
     where += "STATSD_BN_VIEW_TOKEN (default: a new one)"
     parser.add_argument("--http", type=host_and_port, metavar="HOST:PORT", default=DEFAULT_HTTP, help=where)
     found = parser.parse_args(arguments)
@@ -151,7 +151,7 @@ def _asking_parser(command: str, description: str, default: str = "as for status
     parser = Parser(command, description=description)
     where = f"where the server listens (default: {default})"
     parser.add_argument("endpoint", metavar="ENDPOINT", nargs="?", help=where)
-    which = "for a server with --curve: a client's secret key, or the server's own folder, which sees all jobs "
+    which = "for a server with --curve: a client's secret key, or the server's own folder to see all jobs "
     curve = os.environ.get("STATSD_BN_CURVE") or None
     parser.add_argument("--curve", metavar="FILE", default=curve, help=f"{which}(STATSD_BN_CURVE)")
     return parser

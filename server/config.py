@@ -23,7 +23,7 @@ CONSOLE_SCRIPT, USAGE_ERROR = "statsd-bn", 2
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser with short errors; flags cannot be abbreviated, so that a new one breaks no script."""
+    """An argument parser with short errors. Flags cannot be abbreviated: a new flag could make one ambiguous."""
 
     def __init__(self, *command: str, **given: Any) -> None:
         # As the user typed it: `statsd-bn status` or `python -m server status`.
@@ -90,9 +90,9 @@ class Config:
         curve: folder with the server's keys and its clients' public keys, as written by `python -m server keygen`; "-":
             standard input, see `statsd_bn.keys.ServerKeys`; None: no keys.
         quota: limits on sizes, memory and times.
-        parent: id of the parent process: the server ends with it, and as soon as all members have left; None: it serves
-            until a signal.
-        again: whether it replaces a killed server of this parent; then it also ends if no member reconnects.
+        parent: id of the parent process: the server ends when this process ends, or when all members have left; None:
+            the server ends only by a signal.
+        again: whether this server replaces a killed one of the same parent; then it also ends if no member reconnects.
 
     Raises:
         ConfigurationError: a value is invalid.

@@ -1,6 +1,6 @@
 """Checks of message fields, before their use.
 
-An error has the expected value, and the received one shortened, since any process may have sent it.
+An error contains the expected value and the received one, which is shortened, since any process may have sent it.
 """
 
 import reprlib

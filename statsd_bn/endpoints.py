@@ -1,4 +1,4 @@
-"""Endpoints: addresses of servers, allowed ones and the default one of this user.
+"""Endpoints: allowed addresses of servers, and the default address for this user.
 
 TCP needs CURVE keys, on loopback too. Without keys a server listens on a Unix socket that only its user can open, in a
 folder that no other user can write to. Server and client both check this. `--insecure` and STATSD_BN_INSECURE=1 allow
@@ -25,7 +25,7 @@ MAX_PORT, MAX_DIGITS = 65_535, 5
 SOCKET = "server"  # its name in this user's folder, and in the folder of one job
 MAX_PATH_BYTES = 103 if sys.platform == "darwin" else 107  # of a Unix socket, without the terminating zero
 
-# The system's folder of users' runtime folders. In a login session XDG_RUNTIME_DIR names the user's.
+# The system's folder of users' runtime folders. In a login session XDG_RUNTIME_DIR names this user's folder.
 RUNTIME_FOLDERS = Path("/run/user")
 
 # Folder of one job's server, removed together with the socket; in SHORT_FOLDER if its default path is too long.

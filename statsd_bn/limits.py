@@ -23,8 +23,8 @@ MAX_VECTORS = 8  # forward and backward need 2; second derivatives a few more
 MAX_REPLICAS = 64  # in one process: the devices of one host (16), and virtual replicas
 MAX_MEMBERS = 16_384  # of one group
 
-# Liveness. On a busy machine a process misses a heartbeat of 30 bytes now and then; half a second lets the last one be
-# late. A member that is silent for longer is lost.
+# Liveness. On a busy machine a process misses a heartbeat now and then, so HEARTBEAT_MISSES in a row are allowed, and
+# half a second of delay. A member that is silent for longer is lost.
 HEARTBEAT_SECONDS = 1.0
 HEARTBEAT_MISSES = 3
 SILENCE_SECONDS = HEARTBEAT_MISSES * HEARTBEAT_SECONDS + 0.5
@@ -40,18 +40,18 @@ MAX_FRAME_BYTES = MAX_HEADER_BYTES + 8 * MAX_REPLICAS * 2 * 16_384  # of a membe
 # Nesting of an error's fields, a report, or an exchanged state. Real ones reach 8; a few hundred overflow the stack.
 MAX_DEPTH = 32
 
-# Layers in one SkewStats, once a second; larger models need several. Then bytes of their names, each with a line feed.
+# Layers in one SkewStats, once a second; larger models need several. The bytes are their names', with line feeds.
 MAX_SKEW_LAYERS = 64
 MAX_SKEW_BYTES = MAX_SKEW_LAYERS * (MAX_NAME_BYTES + 1)
 
 BUCKETS = 24  # of a histogram, each twice as wide as the previous one: 20 us to 84 s, and one for longer durations
 
-# Layers in one Figures: all that the server stores for a group. Then bytes of their names and values: a server with
-# keys encrypts these in 3 ms, and one layer of MAX_MEMBERS fits.
+# Layers in one Figures: all that the server stores for a group. The bytes are those of names and values: a server with
+# keys encrypts so many in 3 ms, and one layer of MAX_MEMBERS fits.
 MAX_FIGURES_LAYERS = 1024
 MAX_FIGURES_BYTES = 2**20
 
-MAX_GROUPS = 1024  # on one server; one of four members at 256 channels takes 0.2 MB, all of them less than 200 MB
+MAX_GROUPS = 1024  # on one server; one of four members at 256 channels takes 0.2 MB
 MAX_OPEN_ROUNDS = 256  # of one group; a member with one thread has one, overlapping models have a few
 
 # Cached results of one group's latest rounds, for repeated contributions. Members in step may be one round apart, and

@@ -44,7 +44,7 @@ class Checked:
         self._check()
 
     def _check(self) -> None:
-        """Checks what no annotation of a single field can."""
+        """Makes the checks that are not in the fields' annotations."""
 
 
 @cache
@@ -92,7 +92,7 @@ class Participation(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Register(Checked, number=1):
-    """A member registers in a group, with all it knows. A repetition asks for the group's state again."""
+    """A member registers in a group, and reports its state. A repetition asks for the group's state again."""
 
     session: Token  # the secret token of the member, fresh for each of its lives in a group
     job: Name
@@ -107,7 +107,7 @@ class Register(Checked, number=1):
     server: Token = NO_SERVER  # id of the server that the member was last registered with
     step: Counter = 0  # the member's current step
     first_step: Counter = 0  # the first step that it takes part in, as the server assigned it
-    results: Annotated[int, integer_in(0, limits.CACHED_ROUNDS)] = 0  # that it can send to a restarted server
+    results: Annotated[int, integer_in(0, limits.CACHED_ROUNDS)] = 0  # how many it can send to a restarted server
     known: Members = NO_MEMBERS  # the group's members as last heard
 
     @property
@@ -184,7 +184,7 @@ class StackReport(Checked, number=13):
 
 
 def format_missing_members(group: str, size: int, present: Members, missing: int) -> str:
-    """Returns the members that a group waits for, in words; in the world by number."""
+    """Returns the members that a group waits for, as text: their ranks in the world, their number in other groups."""
     if group == WORLD and len(present) + missing == size:
         return format_ranks(Members.of(set(range(size)).difference(present)))
     besides = f" besides {format_ranks(present)}" if present else ""
@@ -194,7 +194,7 @@ def format_missing_members(group: str, size: int, present: Members, missing: int
 # Rounds.
 
 
-# Not frozen: setting fields takes a third of the time, and each frame of a round creates one.
+# Not frozen: that would triple the time to set the fields, and each frame of a round creates one.
 @dataclass(slots=True, eq=False)
 class Contribution:
     """One member's rows for one round."""
@@ -257,7 +257,7 @@ class Aggregate:
 
 @dataclass(frozen=True, slots=True)
 class Failure(Checked, number=6):
-    """The server's answer to a request that failed. `key` names the round that it is about, if any."""
+    """The server's answer to a request that failed. `key` names the failed round, if any."""
 
     code: Name
     message: Annotated[str, text_within(limits.MAX_TEXT_BYTES)]

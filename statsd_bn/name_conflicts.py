@@ -1,7 +1,7 @@
 """The command `statsd-bn`, which finds the right `server` among modules of that name.
 
-It is `python -m server`. But `server` is a common name: a `server.py` on PYTHONPATH would start instead of ours. So the
-command starts in this package, which has a unique name, and imports the `server` in the same folder.
+It does what `python -m server` does. But `server` is a common name: a `server.py` on PYTHONPATH would start instead of
+ours. So the command starts in this package, which has a unique name, and imports the `server` beside it.
 """
 
 import sys

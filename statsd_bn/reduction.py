@@ -7,7 +7,7 @@ processes and a retried round give the same bits.
 
 `Moments` interpret a layer's rows. A replica measures its slice stably, as a mean and a centred sum of squares (Chan,
 Golub & LeVeque, "Algorithms for computing the sample variance", 1983), and converts them here, in float64, into the
-sums that travel. The subtraction that converts these back into a variance then costs a relative error near
+sums that travel. A subtraction converts the sums back into a variance, with a relative error near
 2^-53 * mean^2 / var; in float32 it would cost 2^-24 * mean^2 / var, which leaves nothing at mean/std = 10,000.
 """
 
@@ -29,7 +29,7 @@ FloatArray = npt.NDArray[np.float64]
 new = object.__new__
 
 
-# Not frozen: setting fields takes a third of the time, and each frame of a round creates one.
+# Not frozen: that would triple the time to set the fields, and each frame of a round creates one.
 @dataclass(slots=True, eq=False)
 class Rows:
     """One member's rows for a round, one per replica.

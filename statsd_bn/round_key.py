@@ -50,8 +50,7 @@ class RoundKey(_KeyFields):
         step: number of the training step in the epoch, from 0.
         layer: the layer's path in the model.
         call: number of the layer's forward call in the step, from 0.
-        phase: one of `FORWARD_PHASES`, `BACKWARD`, `SECOND_BACKWARD`, these two with a number for further passes, or
-            `GATHER`.
+        phase: one of `FORWARD_PHASES`; `BACKWARD` or `SECOND_BACKWARD`, with a number for further passes; or `GATHER`.
     """
 
     __slots__ = ()

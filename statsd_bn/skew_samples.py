@@ -8,7 +8,7 @@
 A member samples rounds in shared memory in the training thread, and its heartbeat thread drains the samples. The server
 samples the rounds that it reduces, and drains them in a tick. All layers fall due at the same moment, once a second. A
 layer is sampled if it was due when its forward pass began. So one pass usually provides all layers, in its order.
-Memory is bounded: a model with too many layers is sampled in turns, and a wide layer at every second or third channel.
+Memory is bounded: a model with too many layers is sampled in turns, and a wide layer at every n-th channel.
 """
 
 import math
@@ -31,7 +31,7 @@ SETTLE_SECONDS = 0.25
 # Limits of one batch: layers, bytes, and bytes of one layer. A batch costs the training thread at most a millisecond.
 MAX_LAYERS, MAX_BYTES, MAX_LAYER_BYTES = limits.MAX_SKEW_LAYERS, 2**22, 2**18
 
-# Layers in the schedule; models have hundreds. Then the memory of one, with a long name.
+# Layers in the schedule; models have hundreds. The bytes are those of one layer with a long name.
 MAX_SCHEDULED, SCHEDULED_BYTES = 4096, 512
 
 SLACK = 1.5  # turns are longer than necessary, so that a step's last layers never wait for the first ones
@@ -64,8 +64,8 @@ class SkewSampler:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._max_layer_bytes = min(MAX_LAYER_BYTES, max_bytes)
-        # When a layer is due, and in which batch at the earliest: in slow steps the first layers would be due again
-        # before the last ones have had their turn.
+        # When a layer is due, and in which batch at the earliest: otherwise the first layers of a slow step would be
+        # due again before the last ones have had their turn.
         self._due: dict[str, tuple[float, int]] = {}
         self._batches = 0
         self._batch = _Batch()

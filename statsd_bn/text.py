@@ -19,7 +19,7 @@ CONTINUED = "    "  # indentation of a line that continues the sentence of the l
 FIRST_LINE = 80  # its width; Python prints module and class before it, at most 40 characters, so both fit into 120
 MAX_ROWS, FEW_ROWS = 16, 3  # of a table; if more ranks wait, it shows a few of each section and counts the others
 
-# A first line is preferably broken after one of these, if it keeps this length.
+# A first line is preferably broken after one of these that begins at column `_SHORTEST` or later.
 _ENDS, _SHORTEST = ("; ", ". ", ": ", ", "), 40
 
 _LAYOUT = "\n\t"
@@ -34,7 +34,7 @@ def is_printable_text(text: str) -> bool:
 
 
 def escape(text: str, allowed: str = "") -> str:
-    """Returns a text with all unprintable characters escaped that are not `allowed`."""
+    """Returns a text with all unprintable characters escaped, except those in `allowed`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in allowed else c.encode("unicode_escape").decode() for c in text)
@@ -74,7 +74,7 @@ def percent(part: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration in its own unit: "2.7 ms", "12 s", "3 min"."""
+    """Returns a duration in a unit that suits its length: "2.7 ms", "12 s", "3 min"."""
     if seconds < 1:
         return f"{two_digits(1e3 * seconds)} ms"
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"  # noqa: PLR2004
@@ -155,7 +155,7 @@ def error_text(
 
 
 def _fitting(table: Sequence[TableSection], more_sections: int, room: int) -> list[str]:
-    """Returns as many rows as fit into `room` bytes, at least one of each section in the table."""
+    """Returns as many rows as fit into `room` bytes: fewer of each section if necessary, then fewer sections."""
     total = sum(section.size for section in table)
     rows = (MAX_ROWS, FEW_ROWS, 1)[total > MAX_ROWS :]
     fewer_sections = range(len(table) - 1, -1, -1)

@@ -88,7 +88,7 @@ def encode(message: Message) -> bytes:
 
 
 def encode_failure(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
-    """Returns the frame of the Failure that reports `error`, of a round if `key` is given."""
+    """Returns the frame of the Failure that reports `error`; `key` is that of the failed round, if any."""
     # Cached errors are raised repeatedly; each raise would extend the traceback, which keeps received frames alive.
     error.__traceback__ = None
     return encode(Failure(error.code, wire_text(error.message), error.fields, key))

@@ -112,7 +112,7 @@ def _server(endpoint: Callable[[], str], keys: Callable[[str], ClientKeys | None
         found = endpoint()
         report = ask(found, keys=keys(found))
     except StatsdBNError as error:
-        yield f"server: none was asked: {type(error).__name__}: {redact(error.message)}"
+        yield f"server: no report: {type(error).__name__}: {redact(error.message)}"
         return
     up = f"{found.partition(':')[0]}, up {report['seconds']:.0f} s, {report['received']} messages"
     yield f"server: {up}, {report['bad_frames']} bad frames, {len(report.get('ended', ()))} ended jobs"

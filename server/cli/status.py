@@ -76,8 +76,8 @@ def _connect(
 ) -> Iterator[Callable[[bytes, float], bytes | None]]:
     with context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
-        # ZeroMQ repeats an attempt that times out from another local port: the server may still hold a connection from
-        # the former one.
+        # After a timeout ZeroMQ tries again, from another local port: the server may still hold a connection from the
+        # former port.
         dealer.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
         dealer.setsockopt(zmq.IPV6, int("[" in endpoint))
         if keys:
@@ -189,7 +189,7 @@ def own_endpoint(environ: Mapping[str, str]) -> str:
 
 
 def _address_of(host: str) -> str:
-    """Address to connect to, for the host in an endpoint to listen on: a name, a wildcard or an interface."""
+    """Address to connect to, given the host of a listening endpoint: a name, a wildcard or an interface."""
     if host not in {name for _, name in socket.if_nameindex()}:
         return ALL_ADDRESSES.get(host, host)
     with zmq.Context() as context, context.socket(zmq.PAIR) as found:

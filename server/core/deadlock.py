@@ -13,9 +13,9 @@ same order, so a rank inside its n-th operation needs every rank that has launch
 count is needed, too, so that the search never reports a deadlock that this rank could still resolve.
 
 Ranks that run different programs may reach the same count in different operations, and gloo also counts point-to-point
-messages. So a rank is also needed if it has long been elsewhere although this collective should have released it. Only
-collectives that release all ranks at once prove that: the source of a broadcast may already be in the next barrier
-while the others receive a large tensor.
+messages. So a blocked rank also needs a rank that has long been elsewhere, although their collective should have
+released both. Only collectives that release all ranks at once prove that: the source of a broadcast may already be in
+the next barrier while the others receive a large tensor.
 """
 
 from collections import Counter, defaultdict
@@ -112,7 +112,7 @@ def _has_arrived(other: StackSample, blocked: StackSample, collective: StackRepo
 
 
 def _is_elsewhere(other: StackReport, blocked: StackReport) -> bool:
-    """Whether the position of a member with at least that count contradicts the blocked one's collective."""
+    """Whether the position of a member with as many launched operations contradicts the blocked member's collective."""
     if not other.in_collective:
         return blocked.collective in SYNCHRONIZING
     # Both counts are of the same process group: a blocked member reports only one.

@@ -94,10 +94,10 @@ class Dispatcher:
         return Received(replies, message.session)
 
     def _record(self, now: float, message: messages.Request, session: Session, peer: bytes) -> list[Reply]:
-        """Record a heartbeat, or a report about rounds that a member has finished."""
+        """Record a heartbeat or a report of a member."""
         master, contributor = session.master, session.contributor
         if isinstance(message, messages.StackReport):
-            # Not counted as a sign of life, so that a rank that freezes after its report is detected no later.
+            # Not counted as a sign of life: a rank that freezes after its report would be declared lost later.
             self._hang_probe.record_report(now, message)
         elif isinstance(message, messages.Result | messages.RoundDone | messages.NonFiniteRound):
             session.record_message(now, peer)

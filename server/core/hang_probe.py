@@ -54,7 +54,7 @@ class HangProbe:
         others = (one for one in members if one.session not in requests)
         idle = {one.session: (one, "") for one in islice(others, MAX_REQUESTS - len(requests))}
         requests |= idle
-        # A member without a request may have moved, so its report is dropped. After a delay of the server all are.
+        # A member without a request may have moved, so its report is dropped. After a server's delay all are dropped.
         for session in list(self._sampled) if was_delayed else self._sampled.keys() - requests.keys():
             self._sampled.pop(session).stack_sample = None
         replies = (self._request(now, *target, is_idle=session in idle) for session, target in requests.items())

@@ -65,12 +65,12 @@ class Sessions(dict[bytes, Session]):
         return {session.address for session in concerned if session.address}
 
     def lost(self, now: float, *, was_delayed: bool) -> list[tuple[bytes, str]]:
-        """Lost sessions, each with the cause, the first one to fall silent first; call it at each tick."""
+        """Lost sessions and the causes, in the order in which they fell silent; call it at each tick."""
         if was_delayed:  # messages of that time may still be in flight, so the silence is measured from now
             self._measured_from = now
         lost = [(token, session, cause) for token, session in self.items() if (cause := self._loss_cause(now, session))]
-        # Connected ones come first, because only a longer silence makes them lost; then by disconnect: a process that a
-        # launcher ends after another one was killed may have sent its last message earlier.
+        # Connected ones come first, because they are lost only after a longer silence. The others are sorted by their
+        # disconnect: a killed process may have sent its last message after a process that its launcher then stopped.
         lost.sort(key=lambda entry: (entry[1].unreachable_since or -math.inf, entry[1].last_heard))
         return [(token, cause) for token, _, cause in lost]
 

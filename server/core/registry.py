@@ -198,7 +198,7 @@ class Registry:
         """End a group that cannot open: fail all members that wait for it, and end their sessions."""
         contributors = list(master.membership.contributors.values())
         replies = [(contributor.peer, encode_failure(error)) for contributor in contributors]
-        # A member that missed the reply gets this one when it retries; short, since it is remembered for long.
+        # A member that missed the reply gets this error when it retries; short, because it is kept for long.
         again = RoundMismatch(f"{master.membership.name}: deadlock: its ranks waited in different places")
         for contributor in contributors:
             self.sessions.pop(contributor.session, None)

@@ -139,7 +139,7 @@ class StatusReports:
         self._counts = counts
         self._usage = usage
         self._cache: dict[str, tuple[float, bytes]] = {}
-        # By tenant and kind: bytes above its rate, and the time of that count.
+        # By tenant and kind of request: bytes sent in excess of the rate, and the time of this count.
         self._sent: dict[tuple[str, type], tuple[float, float]] = {}
 
     def report(self, now: float, principal: Principal) -> dict[str, Any]:

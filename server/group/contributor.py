@@ -26,8 +26,8 @@ SILENT_SECONDS = 1.0
 STEADY_SECONDS = 1.0  # two equal reports this far apart show that a member waits there
 MAX_PROCESS_GROUPS = 8  # with a count for one member; requests name one or two
 
-# Runs of ranks in a reported process group: every eighth of 1,024 ranks makes 128 runs, of 15 kB. Larger groups are
-# dropped, because their memory is not accounted for.
+# Runs of ranks in a reported process group: every eighth of 1,024 ranks makes 128 runs, of 15 kB. A group with more
+# runs is dropped, because its memory is not accounted for.
 MOST_RUNS = 128
 
 
@@ -120,7 +120,7 @@ def _position(answer: StackReport) -> tuple[object, ...]:
 
 @dataclass(slots=True)
 class Contributor:
-    """A registered member of a group. Fields "as reported" come from the member: the server sees no shared memory."""
+    """A registered member. It measures the fields "as reported", because the server sees no rounds in shared memory."""
 
     session: bytes
     member: int  # its rank in the job
@@ -131,7 +131,7 @@ class Contributor:
     first_step: int  # first step with its contributions
     state: MemberState
     was_in_group: bool  # in the open group before a server restart
-    announced_results: int  # that it will resend after the restart
+    announced_results: int  # number of results that it will resend after the restart
     recovered: set[RoundKey] = field(default_factory=set)  # rounds of the results that it has resent
     replicas: int = 0  # rows of its latest contribution
     since: float = 0.0  # time of its registration, or of its return from a pass over its data
@@ -140,12 +140,12 @@ class Contributor:
     threads: int = 1  # maximum number of its concurrent rounds, and so of its exchanging threads
     delay: float = 0.0  # total seconds by which it came later than the first member of a round
     waited: float = 0.0  # total seconds of waiting in rounds that the server did not see, as reported
-    total_wait: float | None = None  # in all rounds, when the latest window of `Pace` ended; None if it joined later
+    total_wait: float | None = None  # seconds waited by the end of the latest window of `Pace`; None if it joined later
     least_computing: float = math.inf  # seconds of computation per round in its fastest window
     # Of the latest complete window, for the report: the share of the time that it waited, and its speed relative to the
     # fastest member or to its own best window, whichever is lower.
     pace: dict[str, float] = field(default_factory=dict)
-    lateness: Histogram = field(default_factory=Histogram)  # gaps to the previous member, where it was last
+    lateness: Histogram = field(default_factory=Histogram)  # gaps to the previous member, in rounds where it came last
     reported_lateness: Histogram = field(default_factory=Histogram)  # the part of `lateness` in shared memory
     round_trips: Histogram = field(default_factory=Histogram)  # durations of its rounds, as reported
     stack_sample: StackSample | None = None  # None while it gets no requests

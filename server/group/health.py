@@ -38,7 +38,7 @@ WINDOW_SECONDS, MAX_DELAY_SHARE = 60.0, 0.1
 
 RESET_SHARE = MAX_DELAY_SHARE / 2  # a straggler is reported once, and again only after a window below this share
 STARTUP_SECONDS = 30.0  # the first steps compile, tune kernels and fill caches, at a different speed on each rank
-SO_FAR_SECONDS = 10.0  # from one look at the first window, before it ends, to the next
+SO_FAR_SECONDS = 10.0  # interval of checks of the first window before its end
 MIN_ROUNDS = 100  # that make percentiles meaningful
 MAX_FINDINGS, MAX_FINDING_LENGTH = 8, 512  # findings kept, and characters of their texts
 MAX_SAMPLE_BYTES = 2**18  # for the sampled rows of one step; larger steps keep fewer channels and layers
@@ -62,7 +62,7 @@ class Pace:
         self.delay = 0.0  # share of the time that the others waited for the slowest
         self._due = math.inf  # end of the current window
         self._rounds = 0  # at the start of the current window
-        self._look = math.inf  # the next look at the first window that compares members
+        self._look = math.inf  # the next check of the first window, before its end
         self._is_reported = False  # the slowest member was reported, and has not recovered since
 
     def update(self, now: float, rounds: int, longest: float, contributors: Mapping[int, Contributor]) -> bool:

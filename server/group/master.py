@@ -48,13 +48,13 @@ class SyncMaster:
         LimitExceeded: no memory is left for another group.
     """
 
-    # The seed's name for reducing a round.
+    # Synchronized-BatchNorm-PyTorch's name for reducing a round.
     run_master = staticmethod(reduce_round)
 
     def __init__(self, server: bytes, register: Register, usage: QuotaUsage | None = None, tenant: str = "") -> None:
         self.epoch = register.epoch
         self.logged_cause = ""  # of the latest logged leave
-        self.deadlock_at = -math.inf  # when the latest deadlock of its job was reported; only of a world group
+        self.deadlock_at = -math.inf  # when the latest deadlock of the job was reported; set only in the world
         self.broken_notified_at: float | None = None  # when members without a round were notified
         self.why_not_faster = ""
         self._rounds_without_server = 0

@@ -319,7 +319,7 @@ class Membership:
 
 
 def check_admission(group: Membership, register: Register) -> Contributor | None:
-    """Registered member of a repeated registration; None for a newcomer that may join. Raises like `admit`."""
+    """The member that repeats its registration, or None for a newcomer that may join. Raises like `admit`."""
     contributor = group.contributors.get(register.member)
     state = contributor.state if contributor else MemberState.NEW
     transition = lifecycle.TRANSITIONS[group.is_elastic, group.state, lifecycle.arrival(register), state]

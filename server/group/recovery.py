@@ -43,8 +43,8 @@ class RecoveredResult:
 class RecoveredResults:
     """Results from before a server restart.
 
-    If the server has the rows of all members that a result covers, the round ends with their sum instead. The ranks of
-    a job trust each other, so there is no vote on a result, but two contradictory results break the group.
+    If the server has the rows of all members that a result covers, the round ends with the sum of these rows instead.
+    The ranks of a job trust each other, so there is no vote on a result, but two contradictory results break the group.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Connections: sends frames, notices disconnects, and closes bad or surplus connections.
 
-ZeroMQ has no call to close a single connection, and does not report its peer. But it reports the file descriptor, at
-accept and with each message. The server closes a connection through its descriptor; to ZeroMQ the peer then seems to
+ZeroMQ has no call to close a single connection, and does not report the peer of one. But it reports file descriptors:
+at accept and with each message. The server closes a connection through its descriptor; to ZeroMQ the peer then seems to
 have closed it. A client that is disconnected by mistake reconnects.
 
 A frame is dropped if its peer has disconnected or does not read, because the other peers must not wait. ZeroMQ limits
@@ -127,7 +127,7 @@ class ConnectionTable:
             self.members[peer] = principal
 
     def expire_members(self, is_registered: Callable[[bytes], bool]) -> None:
-        """Unmark connections of members that are no longer registered; the next message of a member marks its own."""
+        """Unmark connections of members that are no longer registered; a member's next message marks its own again."""
         for connection in self._connections.values():
             if connection.session and not is_registered(connection.session):
                 self.members.pop(connection.peer, None)

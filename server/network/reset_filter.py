@@ -9,10 +9,10 @@ breaks, ends the process for all jobs. Ordinary ranks never send a PING, but any
 A connection breaks when the peer resets it, or when both directions are shut down. The end of one direction is read
 after the buffer and is harmless. So on Linux the server
 
-- attaches a socket filter to each TCP connection that drops segments with the reset flag (`drop_resets`);
+- attaches to each TCP connection a socket filter that drops segments with the reset flag (`drop_resets`);
 - closes a connection by shutting down only its own read direction (`close_connection`);
 - detects reset connections itself (`ResetDetector`): a killed process with unread data resets its connections, and
-  otherwise only its silence would show.
+  without the detector only its silence would show that it is lost.
 
 The system counts dropped segments, but a rising count proves nothing, because a reset can be forged. So the server
 sends a frame. The system of a living peer acknowledges it, even if the process is frozen; a closed connection answers
@@ -60,7 +60,7 @@ _CLOCK_STEP_SECONDS = 0.02  # the kernel's clock has steps of 10 ms; an answer m
 
 
 def drop_resets(descriptor: int) -> bool:
-    """Drop resets of a TCP connection, or of all that a listening socket accepts; returns whether it is filtered."""
+    """Drop resets of a TCP connection, or of all that a listening socket accepts; returns whether they are dropped."""
     try:
         with _borrow(descriptor) as found:
             return _is_tcp(found) and _attach(found, _NO_RESETS)
@@ -71,7 +71,7 @@ def drop_resets(descriptor: int) -> bool:
 def close_connection(descriptor: int) -> None:
     """Close a connection: ZeroMQ reads the buffered data, then the end, and closes the socket."""
     with _borrow(descriptor) as found:
-        # Otherwise ZeroMQ would also read data that arrives before it reaches the end.
+        # Without a filter ZeroMQ would also read data that arrives before it has reached the end.
         is_filtered = not _is_tcp(found) or _attach(found, _HEADERS_ONLY)
         found.shutdown(socket.SHUT_RD if is_filtered else socket.SHUT_RDWR)
 

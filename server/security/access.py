@@ -14,7 +14,7 @@ class Principal:
     name: str
     key: str  # empty without CURVE
     jobs: tuple[str, ...] = ("*",)  # `fnmatch` patterns of the jobs that it may join and see
-    tenant: str = ""  # account of its memory and requests, which several keys may share; default: its own
+    tenant: str = ""  # account of its memory and requests, which several keys may share; default: its name
     read_only: bool = False
 
     def may_access(self, job: str) -> bool:

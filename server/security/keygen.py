@@ -63,7 +63,7 @@ def write_secret(file: str | Path) -> None:
     if path.exists():
         raise ConfigurationError(f"secret: expected no such file, and found {path}; nothing was written")
     try:
-        # A shared group, as with a umask of 002, is trusted: the file is new, and its author reads it.
+        # The folder may be writable for a group, as with a umask of 002: its members are trusted, and the file is new.
         _check_folder(path.parent, "secret", may_be_shared=True)
         _write_private(path, f"{secrets.token_hex(SECRET_BYTES)}\n")
     except OSError as error:

@@ -41,7 +41,7 @@ def test_versions_devices_and_the_core_come_without_a_server():
     assert "devices: CPU" in text
     assert "\nnative core: " in text
     assert "\nclient: statsd_bn's\nserver: statsd_bn's\n" in text
-    assert text.endswith("server: none was asked: ServerUnreachable: no server at ADDRESS")
+    assert text.endswith("server: no report: ServerUnreachable: no server at ADDRESS")
 
 
 def test_settings_show_values_only_where_they_name_nothing():
