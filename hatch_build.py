@@ -12,14 +12,14 @@ NATIVE = Path("client", "native")
 
 
 class NativeCore(BuildHookInterface):  # type: ignore[type-arg]
-    """Puts the library into the wheel, which then is one of this platform; for any Python, since it needs none."""
+    """Puts the library into the wheel. The wheel is then for this platform and any Python: the library uses none."""
 
     PLUGIN_NAME = "custom"
 
     _scratch: TemporaryDirectory[str] | None = None
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compiles with the compiler that is found; a failure is one line.
+        """Compiles with the compiler that is found; a failure only prints a warning.
 
         Args:
             version: "editable", where the library goes beside its sources; else "standard".

@@ -46,7 +46,7 @@ LEAVE_SECONDS = 15.0
 VICTIM = 2
 
 # The server notices a killed replica within a second and a cut-off one after 3.5 s. A rank that waits in gloo fails
-# there: at once if its peer was killed, at the deadline if it was cut off.
+# there: at once if its peer was killed, at the deadline if its peer was cut off.
 KNOWN_SECONDS = 10.0
 
 
@@ -153,7 +153,7 @@ def server_killed(plan: Plan) -> Outcome:
         verdict = _verdict(stack, plan)
     same = verdict["bits"] == plan.bits
     return Outcome(
-        f"all wait {AWAY_SECONDS:g} s for it; the same bits as undisturbed",
+        f"all wait {AWAY_SECONDS:g} s for the server; the same bits as undisturbed",
         f"{'waited' if waited else 'did not wait'} at step {stood_at}; {'the same' if same else 'other'} bits, "
         f"differs from whole batch by {verdict['difference']:.1e}",
         waited and same and verdict["equals_whole_batch"],
@@ -189,8 +189,8 @@ def network_cut(plan: Plan) -> Outcome:
         # The victim may wait for its peers in gloo for one deadline, and then for the server for another.
         alone = seconds + _wait_for_end([replicas[VICTIM]], plan.deadline * 2 + LEAVE_SECONDS)
     return Outcome(
-        f"the other {len(others)} name rank {VICTIM} and fail within {limit:g} s; it fails too",
-        f"{named} name it; all had failed after {seconds:.1f} s, it after {alone:.1f} s",
+        f"the other {len(others)} name rank {VICTIM} and fail within {limit:g} s; rank {VICTIM} fails too",
+        f"{named} name it; all had failed after {seconds:.1f} s, rank {VICTIM} after {alone:.1f} s",
         named == len(others) and seconds <= limit,
     )
 

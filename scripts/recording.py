@@ -187,7 +187,7 @@ def scaled(frames: Frames, start: float, seconds: float) -> Frames:
 
 
 def svg(frames: Frames) -> str:
-    """An SVG with the frames one below the other, and a window that shows one at a time; it has equal lines once."""
+    """An SVG with the frames one below the other, and a window that shows one at a time; equal lines are there once."""
     known: dict[Line, int] = {}
     bodies, keys = [], []
     height = ROWS * LINE

@@ -148,7 +148,7 @@ def _exchange_without_pause(pipe: Pipe, endpoint: str, job: str, rank: int, rank
     last = 0.0
     while True:
         slave.run_slave(_rows())
-        if (now := time.monotonic()) - last > OUTAGE_SECONDS:  # sending each would fill the pipe, and block
+        if (now := time.monotonic()) - last > OUTAGE_SECONDS:  # sending the time of each round would fill the pipe
             pipe.send(now)
         last = now
 

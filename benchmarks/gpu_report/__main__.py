@@ -30,7 +30,7 @@ def main() -> None:
         "--seconds",
         type=_seconds,
         default=TOTAL_SECONDS,
-        help="for all steps; fewer steps have less (default %(default)g)",
+        help="for all steps together; a selection gets its share (default %(default)g)",
     )
     parser.add_argument(
         "--output", type=Path, default=ROOT / "gpu-report", metavar="DIR", help="of the report (default: gpu-report)"

@@ -100,7 +100,7 @@ def _timed(layer: Forward, x: Tensor, factors: Tensor) -> tuple[float, Tensor]:
 
 
 def _seed(peer: Path, channels: int, replicas: int) -> Forward:
-    """Returns the seed's layer in virtual replicas, as its `DataParallelWithCallback` would run it on as many GPUs."""
+    """Returns the layer of `peer` in virtual replicas, as its `DataParallelWithCallback` runs it on several GPUs."""
     if str(peer) not in sys.path:
         sys.path.insert(0, str(peer))
     batchnorm, replicate = (importlib.import_module(f"sync_batchnorm.{name}") for name in ("batchnorm", "replicate"))

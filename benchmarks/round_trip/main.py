@@ -2,8 +2,8 @@
 
 All move the same vector of 2 x channels float64 between the same number of processes. They alternate in blocks of
 rounds, so that other load slows all alike, and the result is the ratio of their medians. A round travels over the
-server and in shared memory, each in four situations: back to back, after a pause, which the other layers of a training
-step would cause, with a thread of each member that computes in Python, and with a process for each member that does.
+server and in shared memory, each in four situations: back to back; after a pause, as the other layers of a training
+step cause; with a thread that computes in Python in each member; and with a process that computes for each member.
 """
 
 import argparse

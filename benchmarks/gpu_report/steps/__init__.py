@@ -9,7 +9,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-# Of all steps. Their shares leave some of it, because the first process to import torch reads it from the disk.
+# For all steps. The sum of the shares is less, because the first process to import torch reads torch from the disk.
 TOTAL_SECONDS = 480.0
 
 

@@ -96,7 +96,7 @@ def run(step: Step) -> None:
         _all_cases(step, "world of one", lambda case: _by_itself(case, case.layer(group)))
         _empty_batch(step, group)
         if _has_room(step):
-            with step.attempt("world of one: an input of more than 2^31 elements is within the bounds, twice alike"):
+            with step.attempt("world of one: more than 2^31 elements: results are within the bounds, with equal bits"):
                 _large(step, group)
         _all_cases(step, "replicas", _by_replicas)
 

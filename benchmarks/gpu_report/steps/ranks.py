@@ -44,7 +44,7 @@ STAND_IN_SECONDS = 100.0
 
 BUFFERS = ("running mean", "running variance")
 
-NAN = "the output is NaN until then"
+NAN = "the output is NaN before the error"
 STAYED = "running statistics do not move"
 
 Found = Mapping[str, Mapping[str, Tensor]]
@@ -112,9 +112,7 @@ def part_ways(rank: Rank) -> dict[str, Any]:
         before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
         started, error, is_nan = time.monotonic(), "no error", True
         try:
-            is_nan = bool(
-                layer(x).isnan().all()
-            )  # which waits for the device, so that it has found out by the next call
+            is_nan = bool(layer(x).isnan().all())  # waits for the device, so that the next call raises
             layer(x)
         except StatsdBNError as raised:
             error = f"{type(raised).__name__}: {raised}"

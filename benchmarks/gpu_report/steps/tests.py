@@ -18,7 +18,7 @@ TIMEOUT = 25
 
 
 def run(step: Step) -> None:
-    """Runs pytest in this process, so that what it has found is recorded even if the step has to be ended."""
+    """Runs pytest in this process, so that results are recorded even if the step is killed later."""
     recorder = Recorder(step)
     options = [f"--config-file={FOLDER / 'pytest.ini'}", f"--timeout={TIMEOUT}", "--continue-on-collection-errors"]
     which = ["-p", "no:cacheprovider", "-m", step.pick("cuda", "not cuda"), str(FOLDER)]
@@ -58,7 +58,7 @@ class Recorder:
         elif report.skipped:
             self._count(report.nodeid, "skipped")
             skipped = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-            reason = getattr(report, "wasxfail", skipped)  # of one that was expected to fail the text is a traceback
+            reason = getattr(report, "wasxfail", skipped)  # after an expected failure `skipped` is a traceback
             self.reasons[reason.removeprefix("Skipped: ").removeprefix("reason: ")] += 1
         elif report.when == "call":
             self._count(report.nodeid, "passed")
