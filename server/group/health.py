@@ -88,6 +88,8 @@ class Pace:
         self._compare(shares, seconds)
         if not is_over:
             self._look = now + SO_FAR_SECONDS
+            for member, share in shares.items():
+                contributors[member].pace = {"waiting": share}
             return False
         if shares:
             self._look = math.inf

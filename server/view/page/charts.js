@@ -55,18 +55,21 @@ class Chart {
       pen.strokeStyle = kind === "odd" ? hot : mark;
       pen.lineWidth = kind === "odd" ? 2.5 : 1.3;
       stroke(pen, points);
+      pen.fillStyle = pen.strokeStyle;
+      if (points.length === 1) pen.fillRect(points[0][0], points[0][1] - 1.5, 6, 3); // a line would be invisible
     }
     pen.lineWidth = 1;
     pen.strokeStyle = soft;
     pen.setLineDash([2, 3]);
     for (const time of marks) stroke(pen, [[x(time), 0], [x(time), HEIGHT]]);
     pen.setLineDash([]);
-    const at = nearest(seconds, shown.at === null ? to : from + shown.at * (to - from));
     const isPointed = shown.at !== null && seconds.length > 0;
+    const latest = seconds.findLastIndex((_, place) => lines.some(({ values }) => Number.isFinite(values[place])));
+    const at = isPointed ? nearest(seconds, from + shown.at * (to - from)) : Math.max(0, latest);
     pen.strokeStyle = ink;
     if (isPointed) stroke(pen, [[x(seconds[at]), 0], [x(seconds[at]), HEIGHT]]);
     const isOld = isPointed || isOver || to - seconds[at] > OLD_SECONDS;
-    const told = seconds.length ? `${isOld ? `${clock(seconds[at])}: ` : ""}${tell(at)}` : "no figures yet";
+    const told = seconds.length ? `${isOld ? `${isPointed ? "" : "latest "}${clock(seconds[at])}: ` : ""}${tell(at)}` : "no figures yet";
     render(this.title, el("span", {}, title), el("b", {}, told));
     render(this.scale, el("span", {}, say(high)), el("span", {}, say(low)));
     render(this.ends, ends(lines, y));

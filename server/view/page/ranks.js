@@ -55,7 +55,7 @@ export function drawRanks(group) {
   const waits = known(group.held_seconds, (seconds) => `waits are of the last ${duration(seconds)}; `);
   const when = `${waits === "–" ? "" : waits}round trip and delay when last: median / 99th percentile of all rounds`;
   const hidden = group.members_left_out ? `; ${whole(group.members_left_out)} more ranks are not in the report` : "";
-  first("#ranks header p").textContent = (group.over ? "from the last report before the end" : when) + hidden;
+  first("#ranks header p").textContent = (group.over ? "as last reported; Now: after the end" : when) + hidden;
   const more = byId("more-ranks");
   more.hidden = group.members.length <= SHOWN;
   more.textContent = all ? `Show ${SHOWN} ranks` : `Show all ${whole(group.members.length)} ranks`;

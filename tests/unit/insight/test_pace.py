@@ -113,6 +113,7 @@ def test_the_first_minute_has_a_share_of_the_time_so_far(caplog):
     job.run(22, slow)
     report = job.report()
     assert "slowest_in" not in report
+    assert [round(member["waiting"], 1) for member in report["members"]] == [0.2, 0.0]
     assert (report["slowest"], round(report["held"], 1)) == (1, 0.2)
     assert 29 < report["held_seconds"] < 32
     assert warnings_in(caplog) == [], "only a whole minute is reported"
