@@ -85,11 +85,9 @@ class Pace:
                 one.total_wait = total
             if had and before is not None:
                 shares[member] = min(1.0, max(0.0, total - before) / seconds)
-        self._compare(shares, seconds)
+        self._compare(shares, seconds, contributors)
         if not is_over:
             self._look = now + SO_FAR_SECONDS
-            for member, share in shares.items():
-                contributors[member].pace = {"waiting": share}
             return False
         if shares:
             self._look = math.inf
@@ -97,11 +95,10 @@ class Pace:
         # Seconds of computation per round; never 0, because it is a divisor.
         computing = {member: max(1e-9, (1 - share) * seconds / had) for member, share in shares.items()}
         fastest = min(computing.values(), default=0.0)
-        for member, one in contributors.items():
-            one.pace = {}
-            if own := computing.get(member):
-                one.least_computing = min(one.least_computing, own)
-                one.pace = {"waiting": shares[member], "score": min(fastest, one.least_computing) / own}
+        for member, own in computing.items():
+            one = contributors[member]
+            one.least_computing = min(one.least_computing, own)
+            one.pace["score"] = min(fastest, one.least_computing) / own
         self._is_reported = self._is_reported and self.delay >= RESET_SHARE
         is_news = self.delay > MAX_DELAY_SHARE and not self._is_reported
         self._is_reported |= is_news
@@ -111,9 +108,11 @@ class Pace:
         """Seconds until the slowest member is first known; None if it is known, or before the first round."""
         return max(0.0, self._look - now) if self.slowest is None and self._look < math.inf else None
 
-    def _compare(self, shares: Mapping[int, float], seconds: float) -> None:
+    def _compare(self, shares: Mapping[int, float], seconds: float, contributors: Mapping[int, Contributor]) -> None:
         """Find the slowest member by the shares of the time that members waited."""
         self.slowest, self.delay, self.seconds = None, 0.0, seconds
+        for member, one in contributors.items():
+            one.pace = {"waiting": shares[member]} if member in shares else {}
         if len(shares) > 1:
             self.slowest, second = sorted(shares, key=lambda member: shares[member])[:2]
             self.delay = shares[second] - shares[self.slowest]
