@@ -363,7 +363,7 @@ def test_revert_is_the_exact_inverse():
     assert reverted["again"] is reverted["lists"][0]["a"][1]
     after = dict(reverted.named_modules())
     replaced = {place for place in kept if after[place] is not kept[place]}
-    assert replaced == {"parallel", "parallel.module.1"}, "the wrappers alone"
+    assert replaced == {"parallel", "parallel.module.1"}, "only the wrappers"
 
 
 def test_while_patched_a_synchronised_layer_is_converted_and_reverted_as_usual():

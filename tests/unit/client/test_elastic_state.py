@@ -51,9 +51,9 @@ def test_every_sample_is_learnt_once_in_each_epoch(job, fate):
         pytest.param(Job(5, 1, 1, 1), (2, {}, {}), (0, 1), id="one member has a batch more"),
         pytest.param(Job(8, 1, 1, 2), (2, {}, {2: (0, 4)}), (0, 1, 2), id="a newcomer takes over the state"),
         # Member 1 dies in the second batch that is not committed yet; its successor comes before the others commit.
-        pytest.param(Job(12, 1, 3, 1), (2, {1: 3}, {1: (0, 4)}), (0, 1), id="a successor is not the lost one"),
+        pytest.param(Job(12, 1, 3, 1), (2, {1: 3}, {1: (0, 4)}), (0, 1), id="a successor takes a lost member's number"),
         # Member 0 dies in its second round, after all have received its first state.
-        pytest.param(Job(6, 2, 1, 1), (3, {0: 1}, {}), (1, 2), id="the one who has the state dies"),
+        pytest.param(Job(6, 2, 1, 1), (3, {0: 1}, {}), (1, 2), id="the member with the state dies"),
     ],
 )
 def test_every_sample_is_learnt_once_through_losses_and_returns(job, fate, ranks):

@@ -195,7 +195,7 @@ def test_without_a_launcher_the_members_determine_who_shares_a_host(monkeypatch)
     of_machines(monkeypatch, {0: "one", 1: "other", 2: "one", 3: "third"})
 
     def program(connection):
-        assert not connection.is_alone("local"), "nobody knows yet"
+        assert not connection.is_alone("local"), "the members have not exchanged their machines yet"
         sums = [total(connection, "local"), total(connection, None), total(connection, "local")]
         return sums, connection.group("local").name, connection.rounds, connection.is_alone("local")
 

@@ -155,7 +155,7 @@ def test_a_session_that_no_master_knows_sends_nothing(start, beacon):
     assert set(beacon.sessions()) == {b"session1"}
 
 
-def test_it_reports_each_connection_but_the_first(monkeypatch, start, beacon):
+def test_it_reports_each_connection_except_the_first(monkeypatch, start, beacon):
     monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 3600.0)
     told = []
     heartbeat = start(lambda: [a_session()], lambda: told.append(len(beacon.sent)))
@@ -163,7 +163,7 @@ def test_it_reports_each_connection_but_the_first(monkeypatch, start, beacon):
         beacon.events.put("connected")
         wait_until(lambda number=number: len(beacon.sent) == number)
     heartbeat.stop()
-    assert told == [2, 3], "after the heartbeat: the master must know of this connection when others close"
+    assert told == [2, 3], "not before the heartbeat: the master must know the new connection before others close"
 
 
 @pytest.mark.usefixtures("quick")

@@ -97,7 +97,7 @@ def test_a_second_compiled_call_compiles_nothing_anew(kind):
     run(batches()[0])
     with torch._dynamo.config.patch(error_on_recompile=True):
         run(batches()[1])
-    assert "_was_called" not in model[1].__getstate__(), "it is of the call, and no state"
+    assert "_was_called" not in model[1].__getstate__(), "belongs to the call, not to the state"
 
 
 @TWO_KINDS

@@ -24,7 +24,7 @@ def test_without_flags_and_environment_it_listens_in_the_users_own_folder(tmp_pa
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert from_arguments([], environ) == Config() == Config((f"ipc://{tmp_path}/statsd_bn/server",), "info")
-    assert list(tmp_path.iterdir()) == [], "nothing is made before it listens"
+    assert list(tmp_path.iterdir()) == [], "a server creates no file before it listens"
 
 
 def test_each_flag_has_an_environment_variable():

@@ -84,7 +84,7 @@ def test_only_the_tenant_that_asks_too_often_waits(play, monkeypatch):
     assert answers[-1].code == "limit"
     assert isinstance(play.ask(BOB), Figures)
     play.now = 2.0
-    assert isinstance(play.ask(), Figures), "it waited"
+    assert isinstance(play.ask(), Figures), "the tenant has waited"
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_a_member_of_an_open_group_makes_a_filling_one_recover_and_learns_who_is
     world, session = late
     key = session.forward_key("bn")
     told = contribute(world, session, key)
-    assert not any(isinstance(answer, Failure) for answer in told), "it is not asked for ever"
+    assert not any(isinstance(answer, Failure) for answer in told), "the server does not ask again and again"
     world.now += limits.SILENCE_SECONDS
     world.deliver(world.dispatcher.tick(world.now))
     (failure,) = answers(world, session)

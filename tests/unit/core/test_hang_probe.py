@@ -30,7 +30,7 @@ def test_a_late_member_is_asked_after_a_second_and_then_at_doubling_intervals():
     job.processes[1] = job.processes[2] = Process(LINE)
     job.contribute(0)
     job.pass_time(40.0)
-    assert job.asked[0] == [], "it waits itself"
+    assert job.asked[0] == [], "rank 0 waits for the others"
     assert [round(when) for when, _ in job.asked[1]] == [1, 2, 4, 8, 16, 32]
     assert job.asked[2] == job.asked[1]
 

@@ -185,7 +185,7 @@ def test_1024_members_at_2048_channels_fit():
     quota = Quota()
     round_ = 8 * 2 * 2048 + CONTRIBUTION_BYTES + FUTURE_BYTES
     assert 1024 * ((limits.CACHED_ROUNDS + 1) * round_ + MEMBER_BYTES) < quota.max_tenant_bytes
-    assert 2 * quota.max_server_bytes <= 2**30, "what docker and Kubernetes are told to allow"
+    assert 2 * quota.max_server_bytes <= 2**30, "the memory limit given to docker and Kubernetes"
 
 
 def test_a_repeated_error_keeps_no_received_data():

@@ -120,7 +120,7 @@ def test_only_a_tenant_that_asks_too_often_gets_counts_alone(monkeypatch):
     assert "1 more groups" in describe(told[-1])
     assert play.ask(principal=BOB)["groups"]
     play.now += 4.0
-    assert play.ask(principal=ALICE)["groups"], "it waited"
+    assert play.ask(principal=ALICE)["groups"], "the tenant has waited"
 
 
 def test_a_short_report_is_always_current():

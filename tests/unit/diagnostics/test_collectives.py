@@ -123,7 +123,7 @@ def test_a_rank_in_torchs_join_whose_data_has_ended_is_in_a_collective(name):
     found = []
     run_as(f"def {name}(): here()\n{name}()", file, module, here=lambda: found.append(sys._getframe(1)))
     assert collectives.collective_frame(found[0]) is not None
-    assert hasattr(DistributedDataParallel, name), "torch calls it so"
+    assert hasattr(DistributedDataParallel, name), "torch has a method of this name"
 
 
 @pytest.mark.parametrize(("owner", "name"), [(DistributedDataParallel, "_pre_forward"), (_DDPJoinHook, "main_hook")])
@@ -133,7 +133,7 @@ def test_a_rank_that_determines_the_order_of_gradients_may_wait_there(owner, nam
     run_as(f"def {name}(): here(_getframe())\n{name}()", file, module, here=found.append, _getframe=sys._getframe)
     assert collectives.may_compute(found[0])
     assert not collectives.may_compute(sys._getframe())
-    assert hasattr(owner, name), "torch calls it so"
+    assert hasattr(owner, name), "torch has a method of this name"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_call_of_the_same_line_again_is_another_call(monkeypatch):
     monkeypatch.setattr(distributed.ProcessGroup, "barrier", lambda *args, **__: real(*args) and work)
     for _ in range(2):
         distributed.barrier()
-    assert found[0][2:] != found[1][2:], "whatever the frames' addresses are"
+    assert found[0][2:] != found[1][2:], "the frames may have equal addresses"
 
 
 @pytest.mark.usefixtures("one_rank")

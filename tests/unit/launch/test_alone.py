@@ -70,7 +70,7 @@ def test_a_member_back_from_an_absence_begins_its_own_step():
             connection.rejoin(None)
             steps.append(connection.first_step)
             connection.pause(None)
-            assert connection.all_gather("data", b"x") == {0: b"x"}, "it comes back by itself"
+            assert connection.all_gather("data", b"x") == {0: b"x"}, "a gather ends the pause"
         assert steps == sorted(set(steps))
 
 

@@ -41,8 +41,8 @@ def test_a_launcher_wins_over_the_process_group_and_keeps_its_store():
 
 def test_arguments_win_over_the_process_group():
     assert who({}, rank=0, world_size=2) == ((0, "argument"), (2, "argument"))
-    assert not resolve({}, GROUP, rank=0, world_size=2).uses_process_group, "these are other processes"
-    assert resolve({}, GROUP, rank=1, world_size=4).uses_process_group, "as Lightning passes them"
+    assert not resolve({}, GROUP, rank=0, world_size=2).uses_process_group, "the job has other processes"
+    assert resolve({}, GROUP, rank=1, world_size=4).uses_process_group, "Lightning passes both"
 
 
 def test_a_launcher_of_one_process_does_not_hide_started_processes():

@@ -180,7 +180,7 @@ def test_the_first_line_warns_that_more_ranks_are_awaited_than_launched(environ,
         f"world_size 3 (argument), but {who} has 2 processes: connect() waits up to 600 s for the other ranks, "
         "which must be started elsewhere; omit world_size if there are no others"
     )
-    assert resolve({"RANK": "0", "WORLD_SIZE": "1"}, world_size=3).launched is None, "it started the others itself"
+    assert resolve({"RANK": "0", "WORLD_SIZE": "1"}, world_size=3).launched is None, "this process started the others"
 
 
 def test_a_smaller_job_than_launched_needs_a_rank_or_is_elastic():

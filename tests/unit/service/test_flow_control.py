@@ -51,7 +51,7 @@ def test_a_reading_client_receives_everything():
     kernel.meet(1)
     assert kernel.sent(1, MAX_PEER_BYTES, 100) == 100 * MAX_PEER_BYTES
     assert kernel.sent(1, 1000, 10_000) == 10_000_000
-    assert kernel.looks < 200, "looked at seldom: it takes a system call"
+    assert kernel.looks < 200, "seldom, because each look is a system call"
 
 
 def test_a_client_that_does_not_read_receives_little():
@@ -139,7 +139,7 @@ def test_the_kernel_shows_whether_a_client_reads():
                 with_room = False
         assert writable([ours.fileno()]) == set()
         number = ours.fileno()
-    assert writable([number]) == {number}, "nothing waits without a peer"
+    assert writable([number]) == {number}, "without a peer no bytes wait"
 
 
 def test_without_an_ended_connection_there_is_no_pass():

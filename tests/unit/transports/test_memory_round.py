@@ -69,7 +69,7 @@ TOGETHER = {"rank0": 1.0, "rank1": 1.0, "rank2": 1.0}
                 {"rank0": 4.004, "rank1": 4.0, "rank2": 4.001},
             ],
             [[1, 0.003], [2, 0.035], [0, 0.0]],
-            id="the last counts how much later it came than all others",
+            id="the last member counts its delay after the last but one",
         ),
         # The system may deschedule a member after it has read its clock and before it arrives.
         pytest.param(
@@ -80,7 +80,7 @@ TOGETHER = {"rank0": 1.0, "rank1": 1.0, "rank2": 1.0}
         pytest.param(
             [TOGETHER, {"rank0": 2.0, "rank1": 2.03, "rank2": 2.03}],
             [[0, 0.0]] * MEMBERS,
-            id="two together are not late",
+            id="two last members at the same time are not late",
         ),
         # The first round does not count: members start at different times.
         pytest.param([{"rank0": 1.0, "rank1": 30.0, "rank2": 1.0}], [[0, 0.0]] * MEMBERS, id="not the first round"),
