@@ -18,7 +18,7 @@ from support.branch_networks import Network, Results
 
 TOLERANCE = 1e-9
 
-# A run of hours says after so many networks how far it is.
+# Number of networks between two lines about the progress.
 TOLD = 10
 
 
@@ -42,7 +42,7 @@ def _as_rank(endpoint: str, seed: int, rank: int, ranks: int, backend: str) -> R
 
 
 def order_faults(seed: int, ranks: int) -> list[str]:
-    """Says which ranks' rounds are in another order than the program's, without the C++ compiler."""
+    """The ranks whose rounds come in another order than the program's; needs no C++ compiler."""
     network = Network(seed, ranks)
     with branch_programs.without_machine_code():
         found = branch_programs.rounds_of(network, is_compiled=True)
@@ -69,11 +69,11 @@ def _with_server(arguments: argparse.Namespace, play: Callable[[Callable[[int, i
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/simulate branches", description=__doc__)
     parser.add_argument("--networks", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the first network")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3], help="by turns")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first network")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3], help="numbers of ranks, used in turn")
     parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--order-only", action="store_true", help="of the rounds, without the C++ compiler")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no network after")
+    parser.add_argument("--order-only", action="store_true", help="compare the order of rounds, without a C++ compiler")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no network after this time")
     arguments = parser.parse_args()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 

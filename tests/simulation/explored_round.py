@@ -14,15 +14,15 @@ CORE, PROGRAMS = ROOT / "client" / "native" / "core", ROOT / "tests" / "simulati
 
 COMPILER = next((path for name in COMPILERS if (path := shutil.which(name))), "")
 
-# What happens in a group, as explore.c adds it up.
+# What happens in a group: explore.c takes the sum of these.
 OTHER_KEY, CLOSES, TELLS, KILLS = 1, 2, 4, 8
 
-# A state of the explorer has all memory: slots with room for the one row that it brings.
+# The explorer copies all memory for each state, so slots have room for only one row.
 SMALL = ("SLOT = 1 << 18", "SLOT = 128")
 
 
 def program(folder: Path, name: str, *flags: str, changed: tuple[tuple[str, str], ...] = ()) -> Path:
-    """Returns a program around round.c, in which texts that it has once are replaced."""
+    """Compiles a program around round.c, in which each text of `changed`, which must occur once, is replaced."""
     text = (CORE / "round.c").read_text()
     for before, after in changed:
         assert text.count(before) == 1, f"round.c: expected once: {before}"

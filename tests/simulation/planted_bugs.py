@@ -34,7 +34,7 @@ from statsd_bn.wire import decode, encode
 
 BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
 
-# A short world that found each bug. When a change of the plan moves it, all seeds are searched.
+# For each bug the seed of a short world that found it. If this world no longer finds it, all seeds are searched.
 FOUND_LAST: dict[str, int] = {}
 
 
@@ -95,13 +95,13 @@ def reply_lost_on_restart() -> Any:
 
 @bug(86)
 def ring_too_short() -> Any:
-    """A member resends one result too few to a new master: not the latest but one."""
+    """A member resends all its results but the latest to a new master."""
     return instead(Session, "resync_frames", lambda right, self: [self.register(), *right(self)[1:][:-1]])
 
 
 @bug(5)
 def kept_too_few() -> Any:
-    """The master keeps no answer but the latest one's, one round too short for who is a round behind."""
+    """The master keeps no answers of ended rounds, so a member that asks again gets none."""
 
     def close(right: Any, self: SyncMaster, round_: Round, *args: Any) -> Any:
         replies = right(self, round_, *args)
@@ -210,7 +210,7 @@ def timeout_blames_waiting() -> Any:
 
 @bug(2)
 def one_is_not_answered() -> Any:
-    """The aggregate is sent to all but the last, who is also forgotten when it asks again."""
+    """The aggregate is sent to all members but the last, which gets no answer when it asks again either."""
 
     def close(right: Any, self: SyncMaster, round_: Round, *args: Any) -> Any:
         return right(self, round_, *args)[:-1]
@@ -254,7 +254,7 @@ def too_few_go_on() -> Any:
 
 @bug(26)
 def membership_frozen_late() -> Any:
-    """A newcomer's first step is the one that the others are in."""
+    """A newcomer's first step is the current step of the others, not the next."""
 
     def take_in(right: Any, self: Membership, *args: Any) -> Any:
         contributor = right(self, *args)
@@ -297,7 +297,7 @@ def recovery_does_not_wait() -> Any:
 
 @bug(18)
 def first_result_wins_unchecked() -> Any:
-    """The results of an earlier master are taken for any round of their step."""
+    """The results of an earlier master complete any round of their step."""
 
     def take(right: Any, self: RecoveredResults, round_: Round) -> Any:
         told = right(self, round_)
@@ -316,7 +316,7 @@ def claims_are_ignored() -> Any:
 
 @bug(36)
 def back_too_early() -> Any:
-    """A pass begins while one is still in the last one."""
+    """A pass begins while a member is still in the previous one."""
 
     def call_back(right: Any, self: Membership) -> bool:
         back = [contributor for contributor in self.contributors.values() if contributor.state is MemberState.REJOINING]
@@ -361,7 +361,7 @@ def answers_first_socket() -> Any:
 
 @bug(289)
 def silence_too_short() -> Any:
-    """A member is lost that has only missed a heartbeat."""
+    """A member that missed a single heartbeat is lost."""
     return mock.patch.object(limits, "SILENCE_SECONDS", limits.HEARTBEAT_SECONDS + 0.5)
 
 
@@ -403,7 +403,7 @@ def gathered_backwards() -> Any:
 
 @bug(11)
 def retry_without_attempt() -> Any:
-    """A contribution that is sent again does not say so."""
+    """A contribution that is sent again has the same attempt number."""
 
     def ask_again(right: Any, self: RoundTrip, now: float) -> Any:
         self._attempt = -1
@@ -432,7 +432,7 @@ def no_introduction_in_a_round() -> Any:
 
 @bug(34)
 def registers_once() -> Any:
-    """A waiting member does not ask again for missing members."""
+    """A member that waits for others does not repeat its registration."""
 
     def take(right: Any, self: Registration, now: float, answer: Any) -> Any:
         frames, due, result = right(self, now, answer)
@@ -453,7 +453,7 @@ def _reduced(round_: Round, contributions: list[Rows]) -> Aggregate:
 
 @bug(3)
 def memory_never_escalates() -> Any:
-    """Who waits in memory waits for ever, and the server hears nothing of it."""
+    """A member that waits in memory waits for ever, and does not report it to the server."""
     return instead(MemoryRound, "_escalate", lambda _right, _self, now: ((), now + 1.0, None))
 
 
@@ -486,7 +486,7 @@ def settled_by_the_teller_alone() -> Any:
 
 @bug(1610)
 def settled_rounds_begin_anew() -> Any:
-    """A late copy of a contribution begins a round anew that was over in memory."""
+    """A late copy of a contribution reopens a round that ended in memory."""
 
     def settle(right: Any, self: SyncMaster, now: float, contributor: Any, key: Any) -> None:
         right(self, now, contributor, key)
@@ -497,7 +497,7 @@ def settled_rounds_begin_anew() -> Any:
 
 @bug(0)
 def memory_not_looked_at_again() -> Any:
-    """Who has sent its rows to the server does not look into memory any more."""
+    """A member that has sent its rows to the server no longer checks memory."""
 
     def look(right: Any, self: MemoryRound, now: float) -> Any:
         return None if self._trip else right(self, now)

@@ -15,7 +15,7 @@ from simulation import simulator
 from simulation.planted_bugs import BUGS
 from simulation.simulator import Counters, Finding, World
 
-# Seeds that a process takes at a time: enough to be worth the way, few enough to share evenly.
+# Seeds that a process gets at a time: enough to make messages between processes cheap, few enough to share evenly.
 CHUNK = 25
 
 # Findings printed with their text; further ones are listed by seed.
@@ -28,7 +28,7 @@ def run_chunk(chunk: Chunk) -> tuple[Counters, list[tuple[int, str]]]:
     """Run consecutive seeds, with a planted bug up to its first finding; returns counters and findings by seed."""
     first, end, bug = chunk
     counters, found = Counters(), []
-    # A world is a heap of things that know each other, all of which live until its end.
+    # The objects of a world refer to each other and live until its end, so garbage collection would free none of them.
     gc.disable()
     with simulator.quiet(), BUGS[bug]() if bug else contextlib.nullcontext():
         for seed in range(first, end):
@@ -47,14 +47,14 @@ def run_chunk(chunk: Chunk) -> tuple[Counters, list[tuple[int, str]]]:
 
 def _begin_process() -> None:
     gc.freeze()
-    # All processes receive Ctrl-C; the first one ends the others.
+    # All processes receive Ctrl-C; the parent ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def run_seeds(first: int, end: int, bug: str = "", jobs: int = 1) -> Iterator[tuple[Counters, list[tuple[int, str]]]]:
     chunks = [(start, min(start + CHUNK, end), bug) for start in range(first, end, CHUNK)]
     if jobs == 1:
-        # Frozen, the objects of this process cost the garbage collections of the worlds nothing.
+        # Excludes the objects of this process from the garbage collections after worlds.
         gc.freeze()
         try:
             yield from map(run_chunk, chunks)
@@ -84,7 +84,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/simulate", description=__doc__)
     parser.add_argument("--seeds", type=_range, default=(0, 3000), metavar="A:B", help="which worlds, B not included")
     parser.add_argument("--seed", type=int, metavar="N", help="one world")
-    parser.add_argument("--trace", action="store_true", help="with --seed: all that happened in it")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print all events of the world")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--break", dest="bug", default="", choices=("", *BUGS), metavar="NAME", help="plant a bug")
     parser.add_argument("--list", action="store_true", help="the bugs that can be planted")

@@ -87,7 +87,7 @@ class Process(SimulatedProcess):
         self._memories: dict[str, GroupMemory] = {}
         self._last_round_done = LastRoundDone()
         self._world = groups.group_named(WORLD, world.plan.size)
-        # Only a first life has them.
+        # Faults befall only a member's first life.
         self._own_faults = [fault for fault in world.plan.faults if fault.member == number and not life]
 
     def __repr__(self) -> str:
@@ -99,17 +99,17 @@ class Process(SimulatedProcess):
 
     @property
     def longest_silence(self) -> float:
-        """The longest time for which the server did not hear of it while it lived, in seconds."""
+        """The longest time in seconds for which the server did not hear of this process while it lived."""
         return max(self._longest_silence, min(self.world.clock.now, self.ended) - self._silent_since)
 
     def is_through(self, key: RoundKey, then: float) -> bool:
-        """Whether it lives, ended the round before that time, and was not frozen since."""
+        """Whether this process lives, ended the round before `then`, and was not frozen since."""
         if self.result is not None or self.frozen_until > then:
             return False
         return any(outcome.key == key and 0.0 < outcome.ended < then for outcome in self.outcomes)
 
     def kill(self, *, silently: bool) -> None:
-        """Killed, or its host vanished: not one more frame leaves it."""
+        """Ends the process as by SIGKILL, or `silently` with its host; no further frame leaves it."""
         self.result = "killed"
         self.ended = self.world.clock.now
         self.end(silently=silently)
@@ -154,7 +154,7 @@ class Process(SimulatedProcess):
 
     @property
     def is_newcomer(self) -> bool:
-        """Whether it started after the job, in its own or another place."""
+        """Whether this process started later than the job's first processes, as a replacement or a further member."""
         return self.life > 0
 
     def _pass(self, session: Session, number: int) -> Part:
@@ -170,7 +170,7 @@ class Process(SimulatedProcess):
         return True
 
     def _take_part(self, span: Span, first_step: int) -> Part:
-        """Runs turns of the program; returns whether it came to their end."""
+        """Runs turns of the program; returns whether all of them ran."""
         self.spans.append(span)
         membership_rules.check_newcomer(self.world, self, span)
         keys: dict[str, KeyCounter] = defaultdict(lambda: KeyCounter(first_step))
@@ -258,7 +258,7 @@ class Process(SimulatedProcess):
         self.rounds += 1
 
     def sample(self) -> ThreadSample:
-        """It computes: it is never in a collective of torch, and has launched none."""
+        """A simulated member computes: it is never in a collective of torch, and has launched none."""
         group = TorchGroup("0", tuple(range(self.world.plan.size)), 0)
         return ThreadSample(f"program.py:{self.number} run", torch_group=group)
 

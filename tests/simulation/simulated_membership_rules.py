@@ -42,7 +42,7 @@ def check_coverage(world: "World", process: "Process", aggregate: Aggregate, tur
     if len(_registered(world, aggregate.key).union(members)) < world.plan.min_members:
         world.report("no round completes with too few", f"{process}: {aggregate.key} covers {members}")
     if process.is_of_before:
-        # It hears late of a round that took place before all others began anew.
+        # The aggregate is of a round before all others began the group anew.
         return members
     covered = Covered(process.spans[-1].base, turn, aggregate.key, tuple(members))
     world.covered.append(covered)
@@ -53,10 +53,10 @@ def check_coverage(world: "World", process: "Process", aggregate: Aggregate, tur
 
 
 def is_a_doubles(process: "Process", aggregate: Aggregate, members: Iterable[int]) -> bool:
-    """Whether an aggregate is right for another process of the number that it was given to, as the protocol warns.
+    """Whether an aggregate has the rows of another process with the receiver's number, as the protocol warns.
 
-    That is so where newcomers began the group anew while the server knew of no other, and a later life of the server
-    then heard of the one that was left out before it heard of its double.
+    Newcomers began the group anew while the server knew of no other process; a later server then heard of the process
+    that was left out before it heard of the newcomer with its number.
     """
     world = process.world
     if not may_meet_another_beginning(world):
@@ -86,20 +86,20 @@ def _joined_a_new_group(process: "Process") -> bool:
 
 
 def _is_a_new_beginning(world: "World") -> bool:
-    """Whether all who had a round have gone, or newcomers that are as many as the group came to a new server first."""
+    """Whether all processes that had a round have gone, or a full group of newcomers may have come first."""
     went_on = [one for one in world.processes if one.rounds and not _has_gone(one)]
     return not went_on or newcomers_may_come_first(world)
 
 
 def _has_gone(process: "Process") -> bool:
-    """Whether it has ended, or the server may have taken it for lost: it was silent or cut off for too long."""
+    """Whether a process has ended, or was silent or cut off for so long that the server may have taken it for lost."""
     facts = process.world.facts
     cut = any(one.member == process.number and one.when >= process.began and rules.is_long_cut(one) for one in facts)
     return process.result is not None or rules.is_mute(process) or cut
 
 
 def _has_a_double(process: "Process") -> bool:
-    """Whether another process of its number may have reached a restarted server before it."""
+    """Whether another process with the same number may have reached a restarted server first."""
     numbers = [other.number for other in process.world.processes]
     return bool(process.world.server.outages) and numbers.count(process.number) > 1
 
@@ -114,7 +114,7 @@ def _check_one(world: "World", process: "Process", span: "Span", covered: Covere
 
 
 def _is_excused(process: "Process") -> bool:
-    """Whether something has befallen it for which an elastic group may go on without it."""
+    """Whether an elastic group may have continued without a process."""
     world = process.world
     facts = (fact for fact in world.facts if fact.member == process.number and fact.when >= process.began)
     befallen = rules.is_mute(process) or any(fact.how in {*rules.ENDS, "frozen", "cut"} for fact in facts)
@@ -131,7 +131,7 @@ def _is_unheard_of(world: "World", key: RoundKey) -> bool:
 
 
 def _is_unknown_and_late(process: "Process") -> bool:
-    """Whether it joined before a restart of the server and said so too late for an elastic group."""
+    """Whether a newcomer from before a restart of the server registered again too late for an elastic group."""
     world = process.world
     if not (process.is_newcomer and world.server.outages) or world.plan.weather.is_fair:
         return False
@@ -141,7 +141,7 @@ def _is_unknown_and_late(process: "Process") -> bool:
 
 
 def _received_nothing(process: "Process") -> bool:
-    """Whether frames were lost until a restarted server had waited long enough for it, and it knew of no restart."""
+    """Whether a process did not hear of a server's restart, because frames were lost, until the server gave it up."""
     world = process.world
     if not (world.server.outages and world.plan.weather.dropped):
         return False
@@ -175,7 +175,7 @@ def check_pass(world: "World", process: "Process", number: int, first_step: int)
 
 
 def check_restarted(world: "World", process: "Process") -> None:
-    """A strict group does not admit a replacement of a former process."""
+    """A strict group admits no replacement of an earlier process."""
     if world.plan.min_members or process.epoch > 0 or process.life == 0:
         return
     earlier = [other for other in world.processes if other.number == process.number and other is not process]
@@ -190,11 +190,11 @@ def check_promptness(world: "World", process: "Process", key: RoundKey) -> None:
     plan = world.plan
     if not plan.weather.is_fair or plan.faults or plan.replaced_after:
         return
-    # Two ways, and four more where the group of the round opens only now.
+    # A message each way, and four further messages if the round's group opens only now.
     ways = 6 if key.group != "world" else 2
     due = max(world.contributed_at[key], world.left_a_round) + ways * 2 * plan.weather.latency + ROUNDING_SECONDS
     if plan.in_memory:
-        # Two gathers where the group finds its memory; and a wake-up that is lost, or late.
+        # Two gathers in which the group agrees on its memory, and a wake-up that is lost or late.
         due += 4 * 2 * plan.weather.latency + max(ESCALATE_SECONDS, LISTEN_SECONDS)
     if world.clock.now > due:
         world.report("answers are prompt", f"{process}: {key} came {world.clock.now - due} s late")

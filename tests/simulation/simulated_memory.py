@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from simulation.simulated_member import Process
     from simulation.simulator import World
 
-# A wake-up that comes later than this is lost: the real sleepers look by themselves, here too.
+# The longest delay of a wake-up, and the chance that it is lost. As in reality, sleepers also check memory without one.
 MOST_LATE_SECONDS = 0.002
 LOST = 0.1
 

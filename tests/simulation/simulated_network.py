@@ -28,7 +28,7 @@ Trace = list[tuple[Any, ...]]
 # What may befall a frame, in the order in which the chances are drawn.
 FRAME_FAULTS = ("dropped", "doubled", "delayed", "reordered", "corrupted")
 
-# How soon a socket connects anew once the server is back or the network whole: ZeroMQ tries about so often.
+# Delay until a socket reconnects once the server is back or the network whole, about ZeroMQ's interval of attempts.
 RECONNECT_SECONDS = 0.1
 BEACON_RECONNECT_SECONDS = 0.05
 
@@ -154,7 +154,7 @@ class Network:
         for channel in self._channels:
             if channel.link:
                 self._sever(channel)
-        # The next server gets nothing that was under way to this one, from hosts that have vanished either.
+        # The next server gets no frame that was under way to this one, not even from a host that has vanished.
         for link in self._links.values():
             link.open_there = False
         self._links.clear()
@@ -393,9 +393,9 @@ _decode_kept = functools.lru_cache(maxsize=64)(decode)
 
 
 def decode_once(frame: bytes) -> Message:
-    """What `decode` makes of a frame; a message cannot be changed, so all may have the same."""
+    """Decodes a frame once for all its receivers, since messages are immutable."""
     message = _decode_kept(frame)
-    # But for the fields of an error, which are a dict.
+    # Except for a Failure, whose fields are a dict.
     return decode(frame) if type(message) is Failure else message
 
 
@@ -408,6 +408,6 @@ def is_sound(frame: bytes) -> bool:
 
 
 class SimulatedSession(Session):
-    """A session that shares what frames say with the others of its world."""
+    """A session that shares decoded frames with the other sessions of its world."""
 
     decode = staticmethod(decode_once)

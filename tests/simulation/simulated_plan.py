@@ -90,22 +90,22 @@ class Plan:
 
     @property
     def is_harmless(self) -> bool:
-        """Whether everybody must get every aggregate in spite of the faults."""
-        # A newcomer may take the place of one that is late. One that is through with a pass waits for the slow ones,
-        # and a restarted server does not wait for it while it is frozen.
+        """Whether every member must get every aggregate in spite of the faults."""
+        # A newcomer may take the place of a late member. A member that has ended a pass waits for slow ones; if it is
+        # frozen meanwhile, a restarted server does not wait for it.
         is_late_for_restart = self.has("frozen") and self.has("server killed", "server stopped")
         if self.has("comes") or self.leaves_too_few or (self.passes and (self.has("slow") or is_late_for_restart)):
             return False
         if self.groups and any(self._delays_others(fault) for fault in self.faults):
             return False
-        # A frozen member cannot connect anew, and a connection that stays away is a death.
+        # A frozen member cannot reconnect after a cut, so the server takes it for lost.
         if self._members_with("frozen") & self._members_with("cut"):
             return False
         late = sum(fault.seconds for fault in self.faults if fault.kind == "joins late")
         return all(_is_harmless(fault) for fault in self.faults) and late < self.deadline and not self.weather.corrupted
 
     def _delays_others(self, fault: Fault) -> bool:
-        """Whether a slow member may be in rounds of one group for as long as a round of another may last."""
+        """Whether a slow member's rounds in one group may take longer than the deadline of another group's round."""
         rounds = len(self.calls) * (1 + len(self.phases))
         return fault.kind == "slow" and rounds * (fault.seconds + self.think) >= self.deadline
 
@@ -118,7 +118,7 @@ class Plan:
 
     @property
     def leaves_too_few(self) -> bool:
-        """Whether members that are through with their last pass may leave others behind that are too few."""
+        """Whether members that end their last pass may leave fewer than `min_members` others."""
         return bool(self.passes) and self.min_members > 1
 
 
@@ -140,7 +140,7 @@ def draw(seed: int) -> Plan:
     layers = [Call(f"bn{n}", rng.randint(2, 4) if rng.random() < 0.8 else 8, _group(rng, groups)) for n in range(3)]
     calls = [rng.choice(layers[: rng.randint(1, 3)]) for _ in range(rng.choice((1, 1, 2, 2, 3)))]
     if groups:
-        # A member that has no round with the others would be through, and leave the group, before they have begun.
+        # A member that has no round with the others would end and leave the group before they have begun.
         calls[0] = replace(calls[0], group="")
     plan = Plan(
         seed=seed,
@@ -170,7 +170,7 @@ def _with(plan: Plan, **changes: Any) -> Plan:
 
 def _draw_memory(rng: random.Random, plan: Plan) -> bool:
     """Rounds in memory and rounds at the server are mixed most where there are groups."""
-    # Where frames come damaged, members do not agree on which memory is theirs.
+    # If frames are damaged, the members of a group may not agree on its memory.
     return not plan.weather.corrupted and rng.random() < (0.8 if plan.groups else 0.35)
 
 
@@ -191,7 +191,7 @@ def _draw_passes(rng: random.Random, plan: Plan) -> Plan:
 
 
 def _draw_newcomers(rng: random.Random, plan: Plan) -> Plan:
-    """New processes come, of numbers that had one or of others, or when one of their number has ended."""
+    """Adds newcomers, with the number of a member or a new one, and replacements of processes that end early."""
     if not plan.min_members:
         some_end = plan.has("killed", "vanished") and not plan.relaunch
         return _with(plan, replaced_after=rng.choice((0.05, 0.6, 2.0))) if some_end and rng.random() < 0.5 else plan

@@ -35,7 +35,7 @@ class SimulatedProcess:
         self._scheduler = HeartbeatScheduler()
         self._has_left = False
         self._program = self._run()
-        # The program waits for a machine on a channel, or without one for a time.
+        # The program waits for a state machine on a channel; without a machine it waits until a time.
         self._machine: StateMachine[Any] | None = None
         self._channel: SimulatedChannel | None = None
         self._due = self._beat_due = self._alarm = math.inf
@@ -61,7 +61,7 @@ class SimulatedProcess:
             self._listen()
 
     def wake(self) -> None:
-        """Wake it from a sleep in shared memory; a frozen process looks when it thaws."""
+        """Wakes the process from a sleep in shared memory; a frozen process checks memory when it thaws."""
         if self.alive and self._machine:
             self._due = min(self._due, self._clock.now)
             if self._clock.now >= self.frozen_until:
@@ -73,7 +73,7 @@ class SimulatedProcess:
             self._scheduler.on_reconnected()
             self.beat()
         elif channel is self._channel:
-            # The wait looks a moment later whether its connection is another.
+            # A moment later the wait checks whether its connection is a new one.
             self._wait_until(min(self._due, self._clock.now + WATCH_SECONDS))
 
     def freeze(self, seconds: float) -> None:
@@ -199,7 +199,7 @@ class SimulatedProcess:
         self._set_alarm()
 
     def _set_alarm(self) -> None:
-        """One event of the clock serves all that is to come; one that is early sets the next."""
+        """Sets one event of the clock for the wait and the heartbeat; if it rings too early, it sets the next one."""
         due = min(self._due, self._beat_due)
         if due < self._alarm:
             self._alarm = due
@@ -207,7 +207,7 @@ class SimulatedProcess:
 
     def _ring(self, alarm: float) -> None:
         if alarm != self._alarm:
-            # An earlier one was set after it, and has rung.
+            # An alarm for an earlier time was set after this one, and has replaced it.
             return
         self._alarm = math.inf
         if not self.alive or self._clock.now < self.frozen_until:

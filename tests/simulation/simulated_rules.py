@@ -35,10 +35,10 @@ MARGIN = 1.0
 # From the end of a member to the news of it: by a lost connection, or by silence.
 NEWS_SECONDS = limits.SILENCE_SECONDS + limits.HEARTBEAT_SECONDS + RECONNECT_SECONDS + PROBE_SECONDS + 2 * TICK_SECONDS
 
-# As the protocol has it, whatever the product makes of it.
+# The protocol's value, which planted bugs do not change.
 PROMISED_SILENCE_SECONDS = limits.SILENCE_SECONDS
 
-# Why a member is lost that a restarted server has gone on without.
+# The cause of a member's loss if a restarted server has continued without it.
 TOO_LATE = "registered too late"
 
 # Facts that end a life of a member.
@@ -46,7 +46,7 @@ ENDS = {"killed", "vanished", "failed", "left"}
 
 
 def check_outcome(world: "World", outcome: "Outcome") -> None:
-    """One wait has ended, with a result or an error."""
+    """Judges the end of a wait, with a result or an error."""
     _ends_within_its_bound(world, outcome)
     if outcome.error is None:
         return
@@ -88,7 +88,7 @@ def check_memory(world: "World") -> None:
 
 
 def check_end(world: "World") -> None:
-    """All programs have ended."""
+    """Judges a world in which all programs have ended."""
     if world.plan.is_faultless:
         _costs_one_message_each_way(world)
     if world.plan.weather.is_fair:
@@ -120,7 +120,7 @@ def _ends_within_its_bound(world: "World", outcome: "Outcome") -> None:
     if outcome.group != "world":
         bound += filling
     if outcome.key in world.agreements:
-        # Then the members agree on memory, in two gathers.
+        # After this round the members agree on memory, in two gathers.
         bound += 2 * (plan.deadline + GRACE_SECONDS)
     took = outcome.ended - outcome.started - outcome.process.frozen_seconds
     if took > bound + MARGIN:
@@ -137,7 +137,7 @@ def _a_retry_says_so(world: "World") -> None:
 
 
 def kind_of(frame: bytes) -> int:
-    """Returns the number of the message's type, of a frame that is whole."""
+    """The number of the message's type in an undamaged frame."""
     header = frame[HEADER_AT:]
     if not header:
         return -1
@@ -164,7 +164,7 @@ def _costs_one_message_each_way(world: "World") -> None:
 
 
 def _a_registration_was_lost(world: "World", outcome: "Outcome") -> bool:
-    """A member that gets no answer to its first Register gives up soon, as the protocol has it; so the others end."""
+    """A member that gets no answer to its first Register soon gives up, as the protocol says, and its group ends."""
     outcomes = [outcome, *(one for process in world.processes for one in process.outcomes)]
     sleeps = nap_seconds(world) + 4 * world.plan.weather.latency >= ANSWER_SECONDS
     is_silent = world.plan.weather.dropped > 0 or sleeps
@@ -172,7 +172,7 @@ def _a_registration_was_lost(world: "World", outcome: "Outcome") -> bool:
 
 
 def _a_goodbye_was_lost(world: "World") -> bool:
-    """One that is through with its last pass leaves while others go on; without its Leave it is lost."""
+    """A member that ends its last pass leaves while others continue; if its Leave is lost, it counts as lost."""
     return bool(world.plan.passes) and not world.plan.weather.is_fair and any(f.how == "left" for f in world.facts)
 
 
@@ -186,7 +186,7 @@ def _news_was_lost(world: "World") -> bool:
 
 
 def _a_slow_one_lost_frames(world: "World", outcome: "Outcome") -> bool:
-    """A slow member has little time left, and each frame that is lost costs it seconds, as the protocol has it."""
+    """A slow member has little time left, and each lost frame costs it seconds, as the protocol says."""
     slow = {fact.member for fact in world.facts if fact.how == "slow"}
     outcomes = [outcome, *(one for process in world.processes for one in process.outcomes)]
     late = [one for one in outcomes if isinstance(one.error, errors.RoundTimeout)]
@@ -198,13 +198,13 @@ def _a_slow_one_lost_frames(world: "World", outcome: "Outcome") -> bool:
 
 
 def _asked_again_since(world: "World", member: int, since: float) -> bool:
-    """Whether a member has been in a round for so long since then that it has asked again."""
+    """Whether a member has waited in a round for so long after `since` that it has asked again."""
     waits = [one for process in world.processes if process.number == member for one in process.outcomes]
     return any((one.ended or world.clock.now) - max(one.started, since) >= 0.9 * RETRY_SECONDS for one in waits)
 
 
 def _one_lost_all_its_time(world: "World") -> bool:
-    """Whether it was late because of lost frames in an earlier round, each of which costs seconds."""
+    """Whether a member was late because it lost frames in an earlier round, each of which costs seconds."""
     waits = [one for process in world.processes for one in process.outcomes]
     late = [one for one in waits if isinstance(one.error, errors.RoundTimeout)]
     return any(
@@ -219,12 +219,12 @@ def _one_lost_all_its_time(world: "World") -> bool:
 
 
 def _frames_lost(world: "World", wait: "Outcome") -> int:
-    """How many contributions and aggregates of its round a member has lost on their way."""
+    """The number of lost contributions and aggregates of a member's round."""
     return sum(decode(frame).key == wait.key for frame in _lost(world, wait))
 
 
 def _lost(world: "World", wait: "Outcome") -> list[bytes]:
-    """The contributions and aggregates that a member has lost since it waits, also of gathers before its round."""
+    """A member's contributions and aggregates that were lost during its wait, even of gathers before its round."""
     lost = (entry[2:] for entry in world.trace if entry[1] == "dropped" and entry[0] >= wait.started)
     return [frame for process, frame in lost if process is wait.process and kind_of(frame) in {CONTRIBUTION, AGGREGATE}]
 
@@ -239,7 +239,7 @@ def _lives(world: "World", member: int) -> bool:
 
 
 def _all_saw_the_restart(world: "World") -> bool:
-    """A restarted master does not know of members that left in order, so members that need them wait in vain."""
+    """A restarted master does not know members that left in order before, so members that need them wait in vain."""
     first_end = min((fact.when for fact in world.facts if fact.how in ENDS), default=float("inf"))
     return all(back < first_end for _, back in world.server.outages)
 
@@ -249,7 +249,7 @@ def _words(error: BaseException) -> str:
 
 
 def _replica_lost_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
-    """It names a member that is gone or was mute, with the cause, and in time."""
+    """The error names a member that is gone or was mute, with the cause, and in time."""
     return _is_in_time(world, outcome, error) and _is_gone(world, error)
 
 
@@ -258,7 +258,7 @@ def _is_gone(world: "World", error: Any) -> bool:
     facts = [fact for fact in world.facts if fact.member == member]
     if cause == "the connection was lost":
         ended = any(fact.how in {"killed", "failed", "left"} or is_long_cut(fact) for fact in facts)
-        # A short cut is no end where the news of the new connection gets through.
+        # After a short cut the member is not lost, unless the server cannot hear of its new connection.
         cut = any(fact.how == "cut" for fact in facts)
         muted = not world.plan.weather.is_fair or any(fact.how == "frozen" for fact in facts)
         vanished = any(fact.how == "vanished" for fact in facts)
@@ -271,21 +271,21 @@ def _is_gone(world: "World", error: Any) -> bool:
     if cause == "":
         return any(fact.how == "left" for fact in facts)
     if cause == TOO_LATE and world.server.outages and (world.plan.has_newcomers or _was_late_from_away(world, member)):
-        # As many newcomers as the group has form a group, if they are first at a restarted server. A paused member is
-        # not waited for.
+        # A full group of newcomers that reaches a restarted server first begins a new group. The server does not wait
+        # for a paused member.
         return True
     taken_for_lost = cause in {"declared lost", TOO_LATE} and _was_away(world, member)
     return taken_for_lost or any(fact.cause == cause for fact in facts) or _is_cause_of_refusal(world, member, cause)
 
 
 def note_return(world: "World", process: "Process", frame: bytes) -> None:
-    """A restarted server hears from a process whom it knows."""
+    """Records that a restarted server has heard from a process."""
     if kind_of(frame) == REGISTER and is_sound(frame):
         world.returned.setdefault(process, world.clock.now)
 
 
 def _was_late_from_away(world: "World", member: int) -> bool:
-    """Whether it may have been away, so that no other waited for it, and frames of its return were lost or late."""
+    """Whether a member may have been paused, so no other waited for it, and frames of its return were lost or late."""
     if not world.plan.passes or world.plan.weather.is_fair:
         return False
     _, back = world.server.outages[-1]
@@ -294,7 +294,7 @@ def _was_late_from_away(world: "World", member: int) -> bool:
 
 
 def _was_left_behind(world: "World", member: int, cause: str) -> bool:
-    """Whether it is absent for a restarted server because frames were lost, or because the group started anew."""
+    """Whether a restarted server did not know a member because frames were lost, or because the group started anew."""
     if cause.startswith("did not reconnect"):
         is_back = any(process.number == member for process in world.returned)
         return not world.plan.weather.is_fair and not is_back
@@ -304,7 +304,7 @@ def _was_left_behind(world: "World", member: int, cause: str) -> bool:
 
 
 def _a_result_was_lost_or_late(world: "World", member: int) -> bool:
-    """Whether one was held up on its way to a restarted server, for which there was no time any more."""
+    """Whether a member's result may have been lost, or too late, on its way to a restarted server."""
     lives = [process for process in world.processes if process.number == member]
     sessions = {session.member_token for process in lives for session in process.sessions.values()}
     held_up = (entry[-1] for entry in world.trace if entry[1] in {"dropped", "corrupted", "delayed"})
@@ -312,7 +312,7 @@ def _a_result_was_lost_or_late(world: "World", member: int) -> bool:
 
 
 def _is_in_time(world: "World", outcome: "Outcome", error: Any) -> bool:
-    """A dead member is known at once where its connection ends, and a silent one after the time for that."""
+    """A member whose connection has ended is reported at once, and a silent one after `SILENCE_SECONDS`."""
     cause = error.fields["cause"]
     facts = [fact for fact in world.facts if fact.member == error.fields["member"]]
     disturbed = world.server.outages or nap_seconds(world) or not world.plan.weather.is_fair
@@ -330,7 +330,7 @@ def _was_away(world: "World", member: int) -> bool:
 
 
 def _is_cause_of_refusal(world: "World", member: int, cause: str) -> bool:
-    """A member that gives up a group says so before its program has ended."""
+    """Whether the cause is an error with which a member left a group, even before its program has ended."""
     return any(
         _cause(outcome.error) == cause
         for process in world.processes
@@ -358,12 +358,15 @@ def _was_mute(world: "World", member: int) -> bool:
 
 
 def is_mute(process: "Process") -> bool:
-    """Whether the server may have taken it for lost because it had not heard of it for too long."""
+    """Whether the server may have taken a process for lost because of its silence."""
     return process.longest_silence >= mute_seconds(process.world) - 0.01
 
 
 def mute_seconds(world: "World") -> float:
-    """Every session must be heard; activity in another group delays its heartbeat by up to a second."""
+    """The least silence of a process after which one of its sessions may count as lost.
+
+    A session's heartbeat comes up to a second later if the process is active in another group.
+    """
     if not world.plan.groups:
         return PROMISED_SILENCE_SECONDS
     # All frames of one session may be lost, while another session of the member is heard.
@@ -372,7 +375,7 @@ def mute_seconds(world: "World") -> float:
     )
 
 
-# A rank, and where it says that it is, which names it too.
+# A rank in an error, and its reported place, which contains the rank too.
 _PLACED = re.compile(r"rank (\d+)(?: \([^)]*\)+)? is in program\.py:(\d+) run")
 
 
@@ -396,7 +399,7 @@ def _timeout_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
     """The missing members did not contribute, are not known to be lost, and do not wait for others themselves."""
     missing = error.fields.get("missing")
     if missing is None:
-        # The master would have reported it, unless the member slept through the answer.
+        # The member got no answer. The master would have answered with its own timeout, unless the member was frozen.
         if outcome.process.frozen_seconds >= world.plan.deadline:
             return True
         if "last report: " in str(error):
@@ -404,14 +407,14 @@ def _timeout_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
         away = sum(back - gone for gone, back in world.server.outages)
         return away > world.plan.deadline / 2 or world.plan.weather.dropped > 0
     if world.server.outages or world.timeouts.get(outcome.key) == str(error):
-        # A late contribution to an ended round gets the error of that time.
+        # A late contribution to a round that timed out gets the error of the timeout.
         return True
     world.timeouts[outcome.key] = str(error)
     return all(_is_late(world, outcome, member) for member in missing)
 
 
 def _was_counted_anew(world: "World") -> bool:
-    """A restarted master counts a round's time anew; one that slept, or heard late of the round, is late itself."""
+    """A restarted master counts a round's time anew; one that napped, or heard late of the round, times out late."""
     return bool(world.server.outages) or bool(nap_seconds(world)) or not world.plan.weather.is_fair
 
 
@@ -437,7 +440,7 @@ def _is_late(world: "World", outcome: "Outcome", member: int) -> bool:
 
 
 def _all_wait(world: "World", outcome: "Outcome", seconds: float) -> bool:
-    """Whether all others have waited as long, each somewhere, but for the time that their lost frames cost."""
+    """Whether all others have waited as long, in any round, not counting the time that their lost frames cost."""
     others = [process for process in world.processes if process.result is None and process is not outcome.process]
     least = min(seconds, THREADED_QUIET_SECONDS + MARGIN)
     waits = [process.outcomes[-1] if process.outcomes else None for process in others]
@@ -455,12 +458,12 @@ def _was_frozen(world: "World", member: int) -> bool:
 
 
 def nap_seconds(world: "World") -> float:
-    """How long the server stands still, in all."""
+    """The total length of the server's naps."""
     return sum(fault.seconds for fault in world.plan.faults if fault.kind == "server naps")
 
 
 def _unknown_session_is_true(world: "World", outcome: "Outcome", _error: Any) -> bool:
-    """The master took it for lost, or another run has replaced it."""
+    """The master took the member for lost, or another run has replaced it."""
     number = outcome.process.number
     cut = any(fact.member == number and is_long_cut(fact) for fact in world.facts)
     return cut or _was_mute(world, number) or world.plan.relaunch or bool(world.server.outages)
@@ -520,18 +523,18 @@ if TYPE_CHECKING:
 
 
 def opened(process: "Process", before: float) -> bool:
-    """Whether it had heard by then that the group was open."""
+    """Whether the process had heard before that time that the group was open."""
     connects = [one for one in process.outcomes if one.what == "connect" and one.ended and not one.error]
     return any(one.ended < before for one in connects)
 
 
 def newcomers_may_come_first(world: "World") -> bool:
-    """Whether a full group of newcomers, none from an open one, may have been first at a new server."""
+    """Whether a full group of processes that knew of no open group may have reached a restarted server first."""
     return any(
         sum(not opened(one, gone) for one in world.processes) >= world.plan.size for gone, _ in world.server.outages
     )
 
 
 def may_meet_another_beginning(world: "World") -> bool:
-    """Whether members of a group that newcomers began anew may meet one of before, at a still later server."""
+    """Whether members of a group that newcomers began anew may meet an earlier member at a still later server."""
     return len(world.server.outages) > 1 and newcomers_may_come_first(world)

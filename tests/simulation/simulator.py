@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 TRACE_TOLD = 60
 
-# How many numbers the rows of a world are made of; a prime, so that rows begin anywhere.
+# The rows of a world are parts of a sequence of so many numbers; a prime, so that rows begin at every place in it.
 NR_NUMBERS = 211
 
-# A world in which more happens has messages that beget messages; the busiest others have a third of it.
+# A world with more events has messages that cause messages without end; the busiest correct worlds have a third.
 MOST_EVENTS = 30_000
 
 # Above all levels of a log.
@@ -146,7 +146,7 @@ class World:
         raise self._finding
 
     def fall_apart(self) -> None:
-        """Lets go of all that knows each other, so that it ends at once; the garbage collection would take longer."""
+        """Drops the references among the world's parts, which frees them faster than garbage collection."""
         for part in (*self.processes, self.server, self.network, self.clock, self):
             vars(part).clear()
 
@@ -172,7 +172,7 @@ class World:
             self._replace(process)
 
     def _replace(self, process: Process) -> None:
-        """Sends a new process in the place of one that has ended, while there are others."""
+        """Plans a newcomer in the place of a process that has ended; it starts only if others still run."""
         if self.plan.replaced_after and process.life == 0:
             self.clock.after(self.plan.replaced_after * (0.5 + self.rng.random()), self._start_newcomer, process.number)
 
@@ -186,7 +186,7 @@ class World:
         counts = self.plan.replicas[process.number % self.plan.size]
         vectors, channels = 2, call.channels
         if key.phase == GATHER:
-            # As many as no other member has.
+            # Each member has another number of channels.
             counts, vectors, channels = (0,), 1, 1 + process.number
         name = (process.number, process.life, process.epoch, key.group, key.step, key.layer, key.call, key.phase)
         size = len(counts) * vectors * channels
@@ -219,7 +219,7 @@ class World:
                 self.report("every wait ends", f"at {self.clock.now} s {[p for p in self.processes if not p.result]}")
 
     def _all_over(self) -> bool:
-        # Asked after each event: while a world runs, the one that was still there then mostly still is.
+        # Runs after each event, so it first checks the process that was still running at the last check.
         if not self.server.up or self._still_there.result is None:
             return False
         there = next((process for process in self.processes if process.result is None), None)

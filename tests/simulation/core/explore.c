@@ -1,12 +1,12 @@
 /* Explores all orders in which the ranks of a group can take the steps of round.c: explore RANKS ROUNDS WHAT
  *
- * Each atomic access of round.c and each call of the system is a step. Ranks are coroutines; a state that was seen is not
- * explored again. Vector clocks find accesses to slots that no atomic access orders. So for a program whose atomic
- * accesses are all sequentially consistent this covers what C11 allows: one without races has no other behaviour. Stores
- * that are weaker wait in a buffer, and pass later loads; relaxed ones order nothing.
+ * Each atomic access of round.c and each system call is a step. Ranks are coroutines; no state is explored twice.
+ * Vector clocks find accesses to slots that no atomic access orders. With sequentially consistent atomic accesses this
+ * covers all that C11 allows: a program without races has no other behaviour. Weaker stores wait in a buffer, so later
+ * loads can overtake them; relaxed stores order nothing.
  *
- * WHAT adds up: 1 rank 0 comes to round 2 for another key; 2 the last rank closes in place of its last round; 4 rank 0
- * tells the server when it has to wait; 8 one rank may be killed. */
+ * WHAT is a sum. 1: rank 0 has another key in round 2. 2: the last rank closes instead of its last round. 4: rank 0
+ * tells the server when it has to wait. 8: one rank may be killed. */
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -41,7 +41,7 @@ typedef struct {
   ucontext_t context;
   _Alignas(16) char stack[STACK];
   sbn_group group;
-  /* `past`: what it has read since its latest step that leaves nothing else in its variables. */
+  /* `past`: a hash of what the rank has read and stored, as far as its variables still depend on it. */
   uint64_t past, turn;
   int stands, delayed;
   clocks seen;
@@ -55,14 +55,14 @@ typedef struct {
 /* Everything that a step changes. */
 static struct {
   _Alignas(LINE) char memory[WORDS];
-  clocks released[RANKS]; /* by their arrivals */
+  clocks released[RANKS]; /* what each rank had seen at its latest arrival */
   struct {
     uint8_t written;
     clocks read;
   } slots[RANKS][2];
   rank ranks[RANKS];
   int killed;
-  /* How many found each round done, or closed; and whether the server was told of it. */
+  /* For each round: how many ranks found it done, whether one found it closed, and whether rank 0 told the server. */
   uint8_t done[8], closed[8], told[8];
 } all;
 
@@ -96,7 +96,7 @@ static int is_futex(const volatile void *word) { return place_in_memory(word) < 
 static int owner_of(const volatile void *word) { return (place_in_memory(word) - LINE) / (LINE + 2 * SLOT); }
 static place *place_at(int r) { return place_of(&all.ranks[0].group, r); }
 
-/* Whether somebody else may write a word, or read it; others need no step of their own. */
+/* Whether another rank may write this word, or (if this is a write) read it. Accesses to other words are no steps. */
 static int is_shared(const volatile void *word, int is_write) {
   if (is_futex(word)) return 1;
   place *its = place_at(owner_of(word));
@@ -110,7 +110,7 @@ static void join(uint8_t *into, const uint8_t *from) {
     if (from[r] > into[r]) into[r] = from[r];
 }
 
-/* By the arrivals alone is known who may access which rows. */
+/* Only arrivals order the accesses to rows. */
 static int is_arrival(const volatile void *word) {
   return !is_futex(word) && word == &place_at(owner_of(word))->arrival;
 }
@@ -144,7 +144,7 @@ static uint64_t model_load(volatile void *word, int size, int order) {
   for (int n = 0; n < me()->delayed; n++)
     if (me()->buffer[n].word == word) value = me()->buffer[n].value;
   if (is_arrival(word) && order != memory_order_relaxed) join(me()->seen, all.released[owner_of(word)]);
-  /* A wait that begins anew remembers nothing; of an arrival it matters whether it is one to this turn. */
+  /* A wait that starts again forgets all before; of an arrival only matters whether it is one to this turn. */
   const uint64_t kept = is_arrival(word) ? value >= me()->group.turn : value;
   me()->past = mixed(mixed(is_futex(word) ? 1 : me()->past, (uint64_t)place_in_memory(word)), kept);
   return value;
@@ -199,7 +199,7 @@ static void model_copy(void *to, const void *from, size_t size) {
       all.slots[its][slot].written = me()->seen[its];
     } else {
       all.slots[its][slot].read[current] = me()->seen[current];
-      me()->past = mixed(4, (uint64_t)its); /* who adds knows that all have come */
+      me()->past = mixed(4, (uint64_t)its); /* a rank that adds rows has seen all arrivals */
     }
   }
   memcpy(to, from, size);
@@ -207,7 +207,7 @@ static void model_copy(void *to, const void *from, size_t size) {
 
 static double value_in(int r, int turn) { return r + turn / 16.0; }
 
-/* A member's last round but one that it does not come to. */
+/* Whether a rank closes the group instead of this round. */
 static int is_closing(int r, int turn) { return what & CLOSES && r == ranks - 1 && turn == rounds; }
 
 static void check_done(sbn_group *g, const double *total, int turn) {
@@ -215,7 +215,7 @@ static void check_done(sbn_group *g, const double *total, int turn) {
   for (int r = 0; r < ranks; r++) sum += value_in(r, turn);
   if (total[0] != sum || g->rows != ranks || g->count != ranks * turn) found("a wrong sum");
   if (g->behind_ns != (current == ranks - 1 && turn > 1 ? 7 : 0)) found("a wrong time");
-  if (all.told[turn] && !g->is_escalated) found("it was escalated, and not everybody knows");
+  if (all.told[turn] && !g->is_escalated) found("a rank does not know that the round was escalated");
   all.done[turn]++;
   if (all.closed[turn]) found("done for some, and closed for others");
 }
@@ -242,10 +242,10 @@ static void live(void) {
         stands = sbn_wait(g, total, 1);
       }
     }
-    if (stands == SBN_DONE && is_other) found("another key, and not noticed");
+    if (stands == SBN_DONE && is_other) found("another key was not noticed");
     if (stands == SBN_CLOSED) {
       all.closed[turn] = 1;
-      if (!(what & CLOSES) || turn < rounds || all.done[turn]) found("closed, and nobody has closed");
+      if (!(what & CLOSES) || turn < rounds || all.done[turn]) found("closed, although no rank has closed");
       break;
     }
     if (stands != (is_other ? SBN_DIFFERS : SBN_DONE)) found("another end than expected");
@@ -295,7 +295,7 @@ static int is_new(uint64_t hash) {
   return (int)++states;
 }
 
-/* All that can happen next: each rank takes its next step, or a store of it is seen, or it is killed. */
+/* Tries all that can happen next: a rank takes a step, its oldest buffered store becomes visible, or it is killed. */
 static void explore(void) {
   if (!is_new(hash_of_all())) return;
   if (depth == MOST_DEPTH - 1) found("it does not end");
