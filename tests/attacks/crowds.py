@@ -21,7 +21,7 @@ ROW = Rows((1,), np.ones((1, 1, 1)))
 
 
 def ask_all(peer: Peer, messages: list[Message], each: float = 2.0) -> list[Message]:
-    """Send messages, some at a time; returns the answers that arrive in time."""
+    """Sends messages, `AT_A_TIME` at once; returns the answers that arrive in time."""
     answers = []
     for start in range(0, len(messages), AT_A_TIME):
         part = messages[start : start + AT_A_TIME]
@@ -48,13 +48,13 @@ def registrations(job: str, group: int, size: int, *, there: int | None = None, 
 
 
 def crowd(peers: Peers, tenant: str, groups: int, size: int, rounds: int) -> int:
-    """Opens groups, and in each of them rounds to which one member only contributes; returns how many messages went."""
+    """Opens groups with rounds to which only one member contributes; returns the number of messages sent."""
     job, peer = job_of(tenant), peers.open()
     sent = 0
     for group in range(groups):
         if len(ask_all(peer, registrations(job, group, size))) < size:
             return sent
-        # The group has opened, and each member gets a message.
+        # When the group opens, each member gets one more message.
         while peer.receive(0.05):
             pass
         keys = [RoundKey(job, f"g{group}", 0, 0, f"layer {number}", 0, "forward") for number in range(rounds)]

@@ -7,16 +7,16 @@ from fuzzing.fuzz_target import JOBS, SOUND, TOKENS
 from statsd_bn.messages import Heartbeat, StatusRequest, digest
 from statsd_bn.wire import encode
 
-# Where a connection's mark goes.
+# Placeholder for a connection's mark.
 NO_MARK = b"000000"
 
-# First numbers of an unseeded ROUTER.
+# First result of an unseeded `rand()`: a ROUTER's first id.
 UNSEEDED = 0x6B8B4567
 
 # Maximum number of frames of a connection, without its fences.
 BURST = 750
 
-# Which part of a burst is no sound frame.
+# Possible shares of changed and random frames in a burst.
 CHANGES = (0.005, 0.005, 0.005, 0.65)
 
 # A heartbeat of an unknown session, and a part of its answer.
@@ -42,7 +42,7 @@ def templates() -> list[bytes]:
 
 
 def changed(frame: bytes, chance: random.Random) -> bytes:
-    """A frame with some of its bytes changed, cut or repeated; the mark stays, or several would have the same."""
+    """A frame with some bytes changed, cut or repeated. The mark stays, or connections could get another's mark."""
     found = bytearray(frame)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         found[chance.randrange(len(found))] = chance.randrange(256)
@@ -55,7 +55,7 @@ def changed(frame: bytes, chance: random.Random) -> bytes:
 
 
 def random_frames(chance: random.Random, number: int) -> list[bytes]:
-    """Frames of a connection; most lists change few, since a connection with many unsound ones is soon ended."""
+    """Frames of a connection. Most lists change few frames, since the server soon closes one with many bad frames."""
     changes = chance.choice(CHANGES)
     sound = templates()
     frames = []

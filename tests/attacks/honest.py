@@ -19,10 +19,10 @@ from bench.quiet import Others
 from attacks.peers import job_of
 from attacks.servers import BESIDE_ACCOUNT_BYTES, Attacked
 
-# A narrow layer's: two vectors of 64 channels, and one number by which the members agree on the end.
+# Rows as of a narrow layer, of two vectors with 64 channels; the last channel tells whether a member wants to end.
 VECTORS, CHANNELS = 2, 64
 
-# Contributions of a member, in a cycle.
+# Number of different contributions, which a member sends in turn.
 DIFFERENT = 32
 
 # Between two rounds a model computes.
@@ -32,8 +32,8 @@ PAUSE_SECONDS = 0.002
 DEADLINE = 20.0
 START_SECONDS = 60.0
 
-# A quiet phase before each attack, and what an attack lasts at least. Most are repeated, so that
-# a moment in which the machine has other work decides nothing.
+# Length of the quiet phase before each attack, and the least length of an attack. Most attacks are repeated: other work
+# of the machine may slow one of them.
 QUIET_SECONDS = 0.5
 ATTACKS = 3
 
@@ -57,15 +57,15 @@ class Played:
 
 
 def contributions() -> np.ndarray:
-    """What both members bring, in all their turns: shape (turn, member, vectors, channels)."""
+    """Both members' contributions in each turn: shape (turn, member, vectors, channels)."""
     numbers = np.random.default_rng(17).standard_normal((DIFFERENT, 2, VECTORS, CHANNELS)) * 1e3
     numbers[..., -1] = 0.0
     return numbers
 
 
 def play(endpoint: str, secret: Path | None, job: str, member: int, folder: Path, min_members: int = 0) -> Played:
-    """Run rounds until the file `stop` exists; create the file `begun` after the first ones."""
-    import support.without_torch  # noqa: F401, PLC0415 - first; a process that tests keeps torch
+    """Runs rounds until the file `stop` exists; creates `begun-MEMBER` after the first `DIFFERENT` rounds."""
+    import support.without_torch  # noqa: F401, PLC0415 - before the client, and only in the members' processes
     from client.session.channel_pool import ZmqChannelPool  # noqa: PLC0415
     from client.session.connection import Connection  # noqa: PLC0415
     from client.session.protocol.session import Member  # noqa: PLC0415
@@ -146,7 +146,7 @@ def slowed(played: list[Played], phases: list[tuple[float, float, float]]) -> tu
 
 
 class Workers:
-    """Two processes that play the honest members, kept because they take a second to start."""
+    """Two processes that run the honest members; all jobs share them, since they take a second to start."""
 
     def __init__(self) -> None:
         self._pool = _new_pool()
@@ -187,7 +187,7 @@ def _new_pool() -> ProcessPoolExecutor:
 def honest_job_beside(
     workers: Workers, server: Attacked, *, slowdown: Slowdown = SLOWDOWN, min_members: int = 0
 ) -> Iterator[Beside]:
-    """Run the honest job during attacks, and check the contract afterwards; on a busy machine without the pace."""
+    """Runs the honest job during attacks, and checks the contract afterwards, except for the pace on a busy machine."""
     with Others() as others, TemporaryDirectory() as name:
         beside = workers.begin(server, Path(name), min_members)
         try:
@@ -218,12 +218,12 @@ def slow_downs(played: list[Played], phases: list[tuple[float, float, float]], m
         faults.append(
             f"a median round takes {rounds:.2f} times as long during the attack, expected at most {most.median:g}"
         )
-    if pauses > most.together:  # seconds in which the machine is busy with something else count here
+    if pauses > most.together:  # counts seconds too in which no round ended
         faults.append(f"{pauses:.2f} times fewer rounds are done during the attack, expected at most {most.together:g}")
     return faults
 
 
-# Processors that other programs may use. Beyond that the measured pace is not this project's.
+# Processors that other programs may use. If they use more, the pace is not compared.
 QUIET = 0.5
 
 

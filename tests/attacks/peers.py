@@ -23,7 +23,7 @@ _jobs = itertools.count()
 
 
 def job_of(tenant: str) -> str:
-    """A job's name that a tenant's key is for, another one each time."""
+    """A new name of a job that a tenant's key may join."""
     return f"{tenant}-{next(_jobs)}"
 
 
@@ -63,7 +63,7 @@ class Peer:
         self.socket = plain
 
     def send(self, *messages: Message | bytes) -> None:
-        """Sends messages, or frames as they are; what does not fit is not sent."""
+        """Sends messages, or frames as they are; drops those for which the socket has no room."""
         for message in messages:
             frame = message if isinstance(message, bytes) else encode(message)
             try:
@@ -131,7 +131,7 @@ class Wire:
         return True
 
     def begin(self, first: bytes) -> bool:
-        """Shakes hands, and returns whether the server does: what follows at once is, for ZeroMQ, an error."""
+        """Sends the handshake, and waits for the server's: ZeroMQ refuses earlier frames. Returns whether it came."""
         came = b""
         self.send(first)
         while len(came) <= len(greeting()) and (part := self.receive(1.0)):

@@ -25,7 +25,7 @@ TENANTS = ("alice", "bob")
 
 START_SECONDS = 30.0
 
-# Memory of a server beyond its account.
+# Memory that a server may use besides its account.
 BESIDE_ACCOUNT_BYTES = 64 * 2**20
 
 

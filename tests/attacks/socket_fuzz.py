@@ -23,16 +23,16 @@ from statsd_bn.errors import ServerUnreachable
 
 CONNECTIONS = 100
 
-# Replacement of NO_MARK in a connection's frames: never hexadecimal.
+# Marks that replace NO_MARK in a connection's frames; the first letter is not hexadecimal.
 MARK = re.compile(rb"[g-w][0-9a-f]{5}")
 
 # Bursts prepared in advance.
 BURSTS = 12
 
-# The part of connections with a key that set a routing id.
+# The share of connections that set a routing id.
 CLAIMS = 0.1
 
-# Interval of requests for the server's counts, and after how long without an answer a burst is over.
+# Interval of requests for the server's counts, and the wait without an answer that ends a burst.
 LOOK_SECONDS, SILENT_SECONDS = 0.5, 0.2
 
 # A server slower than 500 frames a second counts as stuck.
@@ -74,7 +74,7 @@ class Fuzz:
         last = time.monotonic() + 60 + SECONDS_FOR_EACH_MILLION * frames / 1e6
         while self._look() < frames:
             if time.monotonic() > last:
-                raise Fuzzed(f"the server takes nothing any more: {self.tally}")
+                raise Fuzzed(f"the server reads no more frames: {self.tally}")
             yield
 
     def _look(self) -> int:
@@ -85,7 +85,7 @@ class Fuzz:
         return self.tally.looked_at
 
     def _report(self) -> dict[str, Any]:
-        # An asker may come over a port that is not free yet, as everybody may.
+        # A request may fail: its connection may get a local port that an old connection still holds.
         for _ in range(2):
             with suppress(ServerUnreachable):
                 return self.server.report(seconds=5.0)
@@ -123,7 +123,7 @@ def _parts(fuzz: Fuzz, peers: Peers, pool: list[list[bytes]], chance: random.Ran
 def _lives(fuzz: Fuzz, peers: Peers, pool: list[list[bytes]], chance: random.Random) -> Iterator[None]:
     there: dict[zmq.Socket[bytes], bytes] = {}
     for _ in range(CONNECTIONS):
-        # With a key, a routing id is a reason to be cut off.
+        # The server may close a connection with a key that claims a routing id.
         name = b"".join(identities(chance, fuzz.tally.lives)[:1]) if chance.random() < CLAIMS else b""
         there[peers.open(name).socket] = fuzz.mark()
     said = [chance.choice(pool) for _ in there]
@@ -140,7 +140,7 @@ def _lives(fuzz: Fuzz, peers: Peers, pool: list[list[bytes]], chance: random.Ran
 
 
 def _say(plain: "zmq.Socket[bytes]", frames: list[bytes]) -> int:
-    """Send; returns the number of frames, since a cut connection may have no room."""
+    """Sends frames; returns the number sent, since a closed connection may have no room."""
     for number, frame in enumerate(frames):
         try:
             plain.send(frame, zmq.NOBLOCK)
@@ -150,7 +150,7 @@ def _say(plain: "zmq.Socket[bytes]", frames: list[bytes]) -> int:
 
 
 def _hear(fuzz: Fuzz, there: dict["zmq.Socket[bytes]", bytes]) -> None:
-    """Reads answers until each connection has that to its fence, or none has come for `SILENT_SECONDS`."""
+    """Reads answers until each connection has its fence's answer, or none arrived for `SILENT_SECONDS`."""
     poller = zmq.Poller()
     for plain in there:
         poller.register(plain, zmq.POLLIN)

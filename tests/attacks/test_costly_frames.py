@@ -14,7 +14,7 @@ from statsd_bn.wire import MAGIC, PROTOCOL_VERSION
 
 FRAMES = 27
 
-# All of them together, of which some hundred microseconds are each one's.
+# Limit of the server's processor time for all frames; each takes some hundred microseconds.
 PROCESSOR_SECONDS = 1.0
 
 
@@ -51,7 +51,7 @@ def test_large_headers_cost_little(server, honest_job_beside, costly):
             peer = peers.open()
             for _ in range(FRAMES):
                 answer = peer.ask(costly, 1.0)
-                if answer is None or answer.code == "limit":  # it is cut off, and comes anew
+                if answer is None or answer.code == "limit":  # the server has closed the connection
                     peer = peers.open()
             cost = server.processor_seconds() - used - share * (time.monotonic() - began)
         assert cost < PROCESSOR_SECONDS

@@ -44,7 +44,7 @@ def test_unread_answers_are_counted(server, honest_job_beside):
         for group in range(8):
             ask_all(peers.open(), registrations(job, group, 512, there=400, place="p" * 200))
         with beside.attacked():
-            # Their receive buffers are minimal.
+            # Connections with minimal receive buffers, which read nothing.
             deaf = [peers.open(RCVHWM=1, RCVBUF=4096) for _ in range(24)]
             for _ in range(4):
                 for peer in deaf:
@@ -52,7 +52,7 @@ def test_unread_answers_are_counted(server, honest_job_beside):
                 time.sleep(0.5)
 
             def is_dropped() -> bool:
-                # Frequent requests get little, so one connection continues until it is full.
+                # Frequent requests get short answers, so one connection sends requests until its buffers are full.
                 deaf[0].send(StatusRequest())
                 return server.report()["dropped_answers"] > 0
 
@@ -95,9 +95,9 @@ def test_a_repeated_reason_is_kept_once(server, honest_job_beside):
         assert sum(isinstance(answer, Failure) for answer in answers) >= 90
 
 
-@pytest.mark.alone  # how much ZeroMQ holds at a moment depends on who else has the processor
+@pytest.mark.alone  # how much ZeroMQ holds depends on other processes' use of the processor
 def test_waiting_large_messages_are_bounded(server, honest_job_beside):
-    """They come over many connections, faster than there is time for them; the pace of others is no subject here."""
+    """They arrive over many connections, faster than the server reads them; the honest job may be slow."""
     with honest_job_beside(server, slowdown=ANY_SLOWDOWN) as beside, Peers(server) as peers:
         job = job_of("bob")
         crowd_ = [peers.open(SNDHWM=8) for _ in range(16)]

@@ -47,7 +47,7 @@ def lists(depth: int) -> bytes:
 
 
 def in_a_row(state: object, depth: int) -> bytes:
-    """So many nested containers of one item, with the headers that `client.serialization` writes."""
+    """`depth` containers of one item each, nested, with the headers that `client.serialization` writes."""
     structure, _ = parts(serialization.pack(state))
     return structure.removesuffix(b"\xc0") * depth + b"\xc0"
 

@@ -17,7 +17,7 @@ OTHER = 65_534
 
 pytestmark = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs root, to be another user")
 
-# It imports everything first, since the other user may not read the checkout.
+# All imports precede the change of user, since the other user may not read the checkout.
 INTRUDER = f"""
 import os, sys, zmq
 from statsd_bn.messages import Register, Registered, StatusRequest
@@ -34,8 +34,8 @@ print(type(decode(dealer.recv())).__name__ if dealer.poll(3000) else "no answer"
 context.destroy(linger=0)
 """
 
-# The owner's script with nothing configured, then the other user's, as one of one rank and of two. All are forked from
-# a process that has loaded torch.
+# The owner's script without any setting, then the other user's, in a job of one rank and of two. Each runs in a fork of
+# a process that has imported torch.
 SCRIPT = f"""
 import os
 import client, client.session.connection, client.launch.server_process, client.launch.own_server
@@ -59,7 +59,7 @@ for who, ranks in (("me", 1), ("another", 1), ("another", 2)):
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """A home that other users may enter, as many are, with a folder for all users' temporary files, as /tmp is."""
+    """A home that other users may enter, as on many hosts, and in it a folder like /tmp, to which all may write."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o755)
     (folder / "tmp").mkdir()

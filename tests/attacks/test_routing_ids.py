@@ -1,7 +1,7 @@
 """No routing id of a connection ends the server.
 
-libzmq never seeds `rand()`, so a ROUTER assigns predictable ids. If a client claims the next ones, the next ordinary
-connection once hit an assertion in libzmq, which ended the server by SIGABRT.
+libzmq never seeds `rand()`, so a ROUTER assigns predictable ids. Once a client could claim the next ids; the next
+ordinary connection then hit an assertion in libzmq, which ended the server by SIGABRT.
 """
 
 import struct
@@ -25,7 +25,7 @@ def own_form(number: int) -> bytes:
 
 
 def claim_the_next_ids(server: Attacked, peers: Peers, *, speaks: bool) -> None:
-    """Claims ids that the server has still to give, and then makes it give them."""
+    """Claims the ids that the server assigns next, and then connects until it assigns them."""
     for number in range(CLAIMED):
         peer = peers.open(own_form(number))
         if speaks:
@@ -44,7 +44,7 @@ def test_claims_to_the_next_routing_ids_do_not_end_the_server(server, honest_job
         claim_the_next_ids(server, peers, speaks=speaks)
 
 
-# Beginnings of a connection that no ZeroMQ would send, and the same after the handshake.
+# Bytes that no ZeroMQ sends, at the start of a connection and after the handshake.
 HANDSHAKES = {
     "nothing": b"",
     "half a greeting": greeting()[:11],

@@ -48,14 +48,14 @@ def say_that_all_wait(peers: Peers, groups: int, size: int, ranks: Members) -> N
         for member in range(1, size):
             late[digest(session(group, member))] = peer, group, member
             peer.send(Heartbeat(session(group, member)))
-    # At least a second apart, so that the server considers them blocked there.
+    # Each answers three requests, which are a second apart, so the server considers it blocked there.
     answers = dict.fromkeys(late, 0)
     expiry = time.monotonic() + START_SECONDS
     while min(answers.values()) < 3:
-        assert time.monotonic() < expiry, "the server does not ask all"
+        assert time.monotonic() < expiry, "the server does not send stack requests to all"
         for peer in peers.all:
             while isinstance(question := peer.receive(0.001), StackRequest):
                 _, group, member = late[question.digest]
-                launched = int(member > 1)  # so the others seem to wait for the first one
+                launched = int(member > 1)  # so the others seem to wait for member 1
                 peer.send(StackReport(session(group, member), question.number, "f.py:1 f", 1, "0", ranks, launched))
                 answers[question.digest] += 1

@@ -16,10 +16,10 @@ import client
 client.connect(round_timeout=20.0, join_timeout=15.0)
 """
 
-# Far more than rank 0 waits for the other one.
+# Far longer than rank 0 waits for rank 1.
 SECONDS = 80.0
 
-# Prefix of a secret key in a file.
+# Words before a secret key in key files.
 WORDS = (b"secret-key", b"secret_key")
 
 
@@ -59,6 +59,6 @@ def test_the_store_has_no_secret_key():
         finally:
             end(rank_0)
             said = rank_0.stdout.read()
-    # It announces its server, or prints the reason for having none.
+    # Rank 0 announces its server in the store, or prints why it has none.
     assert told or b"Error" in said, said
     assert not [one for one in told if any(word in one for word in WORDS)]
