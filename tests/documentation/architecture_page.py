@@ -11,14 +11,14 @@ from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "architecture.md"
 
-# A part of the page that this script writes stands between two such lines.
+# A generated part of the page, with the lines that mark its beginning and end.
 PART = re.compile(r"(<!-- (\w+): made by scripts/docs write -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # A first line such as "Barrier: where replicas meet" repeats the name of its file.
 CLAUSE = re.compile(r".*?(?=[.;](?:\s|$)|$)")
 SUBJECT = re.compile(r"^[\w`().]+(?: [\w`().]+){0,3}: ")
 
-# A file's entry ends before an explanation, for which a reader opens the file.
+# A file's entry ends before the explanation, which a reader finds in the file.
 DETAIL = re.compile(r": |, (?:which|where|so that|with|without|as|by|for|when|computed|in bounded) ")
 
 SIDES = ("client", "server")
@@ -31,7 +31,7 @@ def page(text: str) -> str:
 
 
 def drawing() -> str:
-    """The packages on their floors, each one floor above the highest that it imports; one side below the other."""
+    """The packages of both sides on floors, each package one floor above the highest package that it imports."""
     floors = import_graph.floors(import_graph.packages(import_graph.imports()))
     sides = [[*_side(side, floors)] for side in SIDES]
     width = max(len(line) for lines in sides for line in lines)
@@ -40,7 +40,7 @@ def drawing() -> str:
 
 
 def _side(side: str, floors: dict[str, int]) -> Iterator[str]:
-    # What imports nothing of ours stands above the ground all the same.
+    # A package that imports none of ours stands on floor 1 too, above the ground.
     of_side = {name: max(floor, 1) for name, floor in floors.items() if name.startswith(f"{side}.")}
     yield f"{side}/"
     for floor in range(max(of_side.values()), 0, -1):

@@ -16,7 +16,7 @@ from support.paths import ROOT
 
 FOLDER = ROOT / "docker"
 
-# For training in eight containers on two cores, with the images pulled.
+# Limit of a training in eight containers on two cores, after all images were pulled.
 TRAINING_SECONDS = 600.0
 
 ASKED_FOR_BY = "STATSD_BN_TEST_ENGINE"
@@ -69,14 +69,14 @@ class Engine:
             subprocess.run(command, cwd=folder, env=environ, check=True, timeout=self._scripts.BUILD_SECONDS)
 
     def _build_arguments(self) -> Iterator[str]:
-        """As the compose file makes them of the same settings."""
+        """The build arguments that the compose file derives from the same settings."""
         if base := self._settings.get("BASE_IMAGE"):
             yield from ("--build-arg", f"BASE_IMAGE={base}")
         if network := self._settings.get("BUILD_NETWORK"):
             yield from ("--network", network)
 
     def _up(self, command: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
-        """Until every replica has trained, which must end well; then as a person would, who sees it: Ctrl-C."""
+        """Waits until every replica has trained and exited with 0, and then presses Ctrl-C, as a person would."""
         number = int(environ.get("REPLICAS", "4"))
         begun = datetime.now(UTC).isoformat()
         process = subprocess.Popen(command, cwd=folder, env=environ, stdin=subprocess.DEVNULL)
@@ -84,7 +84,7 @@ class Engine:
         def ended() -> list[int]:
             found = []
             for container in self._stack.containers("replica"):
-                with suppress(self._scripts.EngineError):  # of the previous run, in removal
+                with suppress(self._scripts.EngineError):  # a container of the previous run may be in removal
                     found.append(container.state)
             return [one["ExitCode"] for one in found if one["StartedAt"] > begun and not one["Running"]]
 

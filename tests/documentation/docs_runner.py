@@ -1,4 +1,4 @@
-"""Runs Python blocks of the documentation: a process with torch loaded forks for each block, which saves its import."""
+"""Runs Python blocks of the documentation, each in a fork of a process that has imported torch."""
 
 import importlib.util
 import multiprocessing
@@ -59,7 +59,7 @@ class Runner:
 
 def _serve(pipe: Connection) -> None:
     if importlib.util.find_spec("torchvision"):
-        library("torchvision")  # what imports it afterwards needs none of the operators that may be missing
+        library("torchvision")  # later imports need no operators, which may be missing
     while True:
         told = pipe.recv()
         if "lightning" in told.text:
@@ -81,14 +81,14 @@ def run(told: Run) -> Outcome:
 
 
 def _wait_for(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
-    """Until all have ended, or one in vain, or the time is over."""
+    """Waits until all have ended, one has failed, or the time is over."""
     deadline = time.monotonic() + SECONDS
     running = list(processes)
     while running and time.monotonic() < deadline:
         wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic()))
         running = [process for process in running if process.exitcode is None]
         if any(process.exitcode for process in processes):
-            # Leave the others a moment to report it.
+            # The others have a moment to report the failure.
             deadline = min(deadline, time.monotonic() + 2.0)
 
 
@@ -98,7 +98,7 @@ def _play(told: Run, environ: Mapping[str, str], log: Path) -> None:
     with log.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    # A model in DDP that goes after its process group can wait for ever, over gloo: this one's does not go.
+    # Deleting a DDP model after its gloo process group can block for ever, so `names` keeps it until `os._exit`.
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
         _execute(told, names)
@@ -112,12 +112,12 @@ def _play(told: Run, environ: Mapping[str, str], log: Path) -> None:
 
 
 def _execute(told: Run, names: dict[str, Any]) -> None:
-    from documentation import docs_stand_ins  # noqa: PLC0415 - it is another one in each process, by its environment
+    from documentation import docs_stand_ins  # noqa: PLC0415 - it reads the environment of this process
 
     names |= docs_stand_ins.names(told.text)
     if "DistributedDataParallel(" in told.text and "init_process_group" not in told.text:
         distributed.init_process_group("gloo")
-    # Empty lines, so that a traceback names the page's own.
+    # With empty lines before it, so that line numbers in a traceback are those of the page.
     code = compile("\n" * (told.line - 1) + told.text, told.page, "exec")
     try:
         exec(code, names)  # noqa: S102 - that is what it is for

@@ -1,7 +1,7 @@
 """Runs a shell block of the documentation, command by command.
 
-Ports are replaced by free ones. `torchrun` runs the Python block before it in processes forked from one with torch, and
-with several nodes it is the real one. `docker` needs an engine; `kubectl` is checked by `test_kubernetes.py`.
+Ports are replaced by free ones. For `torchrun` on one node the Python block before it runs in forked processes; on
+several nodes the real command runs. `docker` needs an engine; `test_kubernetes.py` checks `kubectl`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SECONDS = 60.0
 
 Words = Sequence[str]
 
-# The project, and what stands in for a reader's own in a script of theirs.
+# The project, and the stand-ins for what a reader's script has.
 PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
@@ -56,7 +56,7 @@ def torchrun(words: Words) -> argparse.Namespace:
         raise AssertionError(f"torchrun does not understand {shlex.join(words)}") from None
 
 
-WHAT_TO_DO = "Nobody knows how to run {command!r} in a test. Teach `Shell` in tests/documentation/docs_shell.py to"
+WHAT_TO_DO = "No test can run {command!r} yet: add it to `Shell` in tests/documentation/docs_shell.py"
 
 
 class Shell:
@@ -70,7 +70,7 @@ class Shell:
         self._endpoint = endpoint
         self._environs = environs
         self._python = python
-        # Where a block starts a server, the commands find it as a reader's do.
+        # A server that a block starts listens where the block's other commands look for it.
         self._told = {"STATSD_BN_BIND": endpoint}
         self._exported: dict[str, str] = {}
         self._started = ExitStack()
@@ -82,7 +82,7 @@ class Shell:
             (folder / name).symlink_to(ROOT / name)
 
     def run(self) -> None:
-        """Runs all commands in their order; raises AssertionError if one fails, and skips what needs something more."""
+        """Runs all commands in order; raises AssertionError if one fails, and skips the test if one lacks something."""
         with self._started:
             self._started.callback(kill_all, self._mark)  # the ranks of a launcher that was killed
             for line in self._block.text.replace("\\\n", " ").splitlines():
@@ -105,7 +105,7 @@ class Shell:
 
     def _run_command(self, words: list[str], environ: Mapping[str, str]) -> None:
         command = " ".join(words)
-        if words[0].startswith("scripts/test"):  # which runs this very test
+        if words[0].startswith("scripts/test"):  # not run: it would run this test again
             check_script(words)
         elif words[:3] == ["python", "-m", "server"] and words[3:] and words[3] in COMMANDS:
             self._finish([sys.executable, *map(self._reachable, words[1:])], {**self._told, **environ})
@@ -178,7 +178,7 @@ class Shell:
     def _serve(self, words: Words, environ: Mapping[str, str]) -> None:
         free = [re.sub(r":\d+$", ":*", word) for word in words]
         process = self._started.enter_context(self._start([sys.executable, "-m", "server", *free], environ))
-        self._started.callback(process.kill)  # after an orderly end it does nothing
+        self._started.callback(process.kill)  # does nothing if the process has ended
         said = []
         for line in process.stdout:
             said.append(line)

@@ -10,7 +10,7 @@
 | `micro_batches` | the batch in 4 pieces |
 | `train_loop`, `accuracy` | an object with a `train_loader` and no others, and a number |
 | `train` | a function that ends with the `ReplicaLost` in `lost`, for pages about errors |
-| `Module`, `module` | a LightningModule of all that, in a block with a `Trainer` |
+| `Module`, `module` | a LightningModule with this model, loss and data, in a block with a `Trainer` |
 | `model`, `dataset` | a model that returns its loss, and its images and labels, in a block with `transformers` |
 | `horovod.torch` | where Horovod is not installed, `rank`, `size` and an optimizer that reduces nothing |
 """

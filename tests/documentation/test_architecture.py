@@ -78,7 +78,7 @@ def test_the_code_that_talks_to_the_server_imports_no_torch():
 
 
 def test_no_name_calls_an_invalid_value_none():
-    """`None` is Python's None. "The group is none" would say the opposite of the truth where None is valid."""
+    """Readers take "the group is none" for Python's None, which is a valid group."""
     said = re.compile("(is|are) none")
     lines = (
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"

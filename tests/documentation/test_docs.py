@@ -19,10 +19,10 @@ from documentation.docs_shell import Shell
 from support.launched import free_port
 from support.newer_torch import skip_if_one_is_missing, skip_without_its_library
 
-# One that trains README's script runs in `test_readme.py` too.
+# `test_readme.py` also runs blocks that train README's script.
 BLOCKS = [block for block in all_blocks() if ROOT / block.page != README and "bn.socket" not in block.text]
 
-# Blocks of no language, of which nothing is run, by page: why they are there.
+# Why a page has blocks without a language, which do not run.
 NOTHING_TO_RUN = {
     "docs/architecture.md": "a drawing that tests/documentation/test_architecture_page.py compares with the code",
     "docs/errors.md": "an error as it is printed",
@@ -34,7 +34,7 @@ ENDPOINT = re.compile(r"tcp://[\w.-]+:\d+")
 
 
 def of(language: str) -> pytest.MarkDecorator:
-    """The blocks of a language; those with torchrun on several nodes, which is the real one, take long."""
+    """The blocks of a language; those with torchrun on several nodes run the real command, and take long."""
     blocks = [
         pytest.param(block, id=str(block), marks=pytest.mark.long if "torchrun --nnodes=" in block.text else [])
         for block in BLOCKS
@@ -47,8 +47,8 @@ def test_every_block_is_tested():
     tested = {"python", "sh", "toml", "text"}  # of text: the demo's table, by test_examples.py
     for block in BLOCKS:
         assert block.language in tested or (not block.language and block.page in NOTHING_TO_RUN), (
-            f"{block} is in the language {block.language!r}, of which nothing is tested. Use one of {sorted(tested)}, "
-            "or say in this file how to test it or, in NOTHING_TO_RUN, why there is nothing to test"
+            f"{block} is in the language {block.language!r}, which has no test. Use one of {sorted(tested)}, add a "
+            "test to this file, or say in NOTHING_TO_RUN why there is nothing to test"
         )
 
 
@@ -100,8 +100,8 @@ def python() -> Iterator[Callable[[Run], None]]:
         def run(told: Run) -> None:
             outcome = runner.run(told)
             assert set(outcome.codes) == {0}, (
-                f"{told.page}:{told.line} ended with {outcome.codes}. It runs as it stands, with the names that "
-                f"tests/documentation/docs_stand_ins.py lists; whatever else it uses it must make.\n{outcome.output}"
+                f"{told.page}:{told.line} ended with {outcome.codes}. A block runs as it stands; it must define all "
+                f"names but those in tests/documentation/docs_stand_ins.py.\n{outcome.output}"
             )
 
         yield run
@@ -132,7 +132,7 @@ def environs(job) -> Callable[[int], list[dict[str, str]]]:
 
 
 def processes_of(block: Block) -> int:
-    """As many as it says; two if it connects and says nothing."""
+    """The number of processes that a block names; two if it connects and names none."""
     if said := re.search(r"world_size=(\d+)", block.text):
         return int(said[1])
     return 2 if re.search(r"client\.connect\(|Trainer\(", block.text) else 1
@@ -140,7 +140,7 @@ def processes_of(block: Block) -> int:
 
 @pytest.fixture
 def endpoint_of(server, request) -> Callable[[Block], str]:
-    """Where a block is to connect to: a server with keys if it names one."""
+    """The endpoint for a block: that of a server with keys if the block has `curve=`."""
     return lambda block: request.getfixturevalue("closed_server") if "curve=" in block.text else server.endpoint
 
 

@@ -29,7 +29,7 @@ def test_a_section_names_the_code(name):
     assert f"- Code: `{NAMES[name].code}`\n" in SECTIONS[name]
 
 
-# The docstring of a mismatch describes two kinds, see below.
+# RoundMismatch's docstring describes two kinds; a test below compares them.
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in {"StatsdBNError", "RoundMismatch"}])
 def test_a_section_names_the_fields_that_the_docstring_names(name):
     found = re.search(r"Fields: (.*?)\.( |$)", " ".join(NAMES[name].__doc__.split()))
@@ -51,7 +51,7 @@ def test_what_travels_has_the_same_fields_in_the_protocol():
     assert len(rows) > 12
     for code, fields in rows:
         if code == "mismatch":
-            continue  # it has three sorts, in the text
+            continue  # the text below the table describes its three kinds
         name = BY_CODE[code].__name__
         stated = set(fields.split(", ")) if fields.strip() else set()
         expected = documented(name)

@@ -104,7 +104,7 @@ def test_every_error_of_ours_breaks_a_long_sentence(error):
 
 @pytest.mark.parametrize("folder", ["client", "server", "statsd_bn"])
 def test_errors_of_builtin_classes_are_broken_where_they_are_raised(folder):
-    """These have no class of ours that does it."""
+    """Only our own classes break a long text into lines."""
     plain = {kind.__name__ for kind in (IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)}
     long = []
     for path in sorted((ROOT / folder).rglob("*.py")):
@@ -115,7 +115,7 @@ def test_errors_of_builtin_classes_are_broken_where_they_are_raised(folder):
 
 
 def _letters(text: ast.expr) -> int:
-    """Of a literal; a value in braces counts as 8."""
+    """The length of a text in the code; a value in braces counts as 8."""
     if isinstance(text, ast.Constant):
         return len(str(text.value))
     return sum(_letters(part) for part in text.values) if isinstance(text, ast.JoinedStr) else 8

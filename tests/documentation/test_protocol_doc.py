@@ -1,4 +1,4 @@
-"""docs/protocol.md is the authority on the wire; the code is held against it."""
+"""docs/protocol.md defines the wire, and the code conforms to it."""
 
 import dataclasses
 import functools
@@ -32,13 +32,13 @@ from support.strategies import AGGREGATE, contribution, key, register, rows, ses
 
 DOCUMENT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 
-# Where the report stands field by field.
+# The page that describes the report's fields.
 REPORT = (ROOT / "docs" / "seeing.md").read_text(encoding="utf-8")
 
 # Errors raised locally, which are never sent.
 LOCAL = {"error", "configuration", "bind", "connection_closed", "unreachable", "group_incomplete", "non_finite"}
 
-# One sound message of each type, of which some are as small as they may be.
+# One valid message of each type; some are as small as possible.
 SAMPLES: dict[type[messages.Message], messages.Message] = {
     **strategies.SAMPLES,
     messages.Failure: messages.Failure("mismatch", "", {}, key()),
@@ -64,7 +64,7 @@ def table(title: str, page: str = DOCUMENT) -> list[list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A field as documented; its place in the header is its number, since the type is number 0."""
+    """A documented field; `number` is also its place in the header, where the message's type is number 0."""
 
     number: int
     name: str
@@ -89,7 +89,7 @@ def number(text: str) -> int:
     return int(named[text]) if text in named else int(text)
 
 
-# Making frames, sound and unsound ones, without the code under test.
+# Frames, valid and invalid, made without the code under test.
 
 
 # How `struct` names the types of a header of fixed fields.
@@ -157,7 +157,7 @@ def frame_of(header: list[Any]) -> bytes:
 
 
 def changed(message: type[messages.Message], field: Field, value: Any) -> bytes:
-    """A sound frame but for one field, and for what counts it or is counted by it."""
+    """A frame with one changed field, and with the field that counts it or that it counts adapted."""
     header = header_of(encode(SAMPLES[message]))
     numbers = {one.name: one.number for one in documented(title_of(message))}
     header[field.number] = value
@@ -265,13 +265,13 @@ def test_every_field_accepts_only_its_type(message):
     header = header_of(encode(SAMPLES[message]))
     for field in documented(title_of(message)):
         assert type(header[field.number]) is TYPES[field.type], field
-        # Bytes at a fixed place are of no other type.
+        # In these two, fields are bytes at fixed places, so no value can have another type.
         if message not in {messages.Contribution, messages.Aggregate}:
             assert is_refused(changed(message, field, FOREIGN[field.type])), field
 
 
 def legal_and_illegal_of_fixed(field: Field) -> Iterator[tuple[bool, Any]]:
-    """As `legal_and_illegal`, of the types that only a header of fixed fields has."""
+    """As `legal_and_illegal`, for the types that occur only in headers of fixed fields."""
     if field.type == "u64s":
         low, high = map(number, re.fullmatch(r"each (.+) to (.+)", field.limits).groups())
         yield from ((True, [low]), (True, [high]), (False, [high + 1]), (False, [2**64 - 1]), (False, []))
@@ -350,7 +350,7 @@ def test_every_limit_has_its_value():
     assert found == {name: value for name, value in vars(limits).items() if name.isupper()}
 
 
-# Errors: each is provoked, and the failure that comes is the documented one.
+# Errors: each is provoked, and the failure that is sent is the documented one.
 
 OPEN = (register(0), register(1))
 FRESH = b"a fresh1"
@@ -358,7 +358,7 @@ PAST: dict[str, Any] = {"server": b"server-9", "known": Members.of([0, 1]), "res
 
 
 def play(*said: messages.Message | bytes, then: Callable[[Dispatcher], Any] = lambda _: None) -> list[messages.Message]:
-    """Send all this to a new server; returns the answers to the last message, or the messages after it."""
+    """Sends messages to a new server; returns the answers to the last one, or those that `then` causes."""
     dispatcher = Dispatcher(b"server-0", 0.0)
     replies: Any = []
     for message in said:
@@ -385,7 +385,7 @@ def said_by_eve(message: messages.Message) -> Callable[[Dispatcher], Any]:
     return lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(message), EVE).replies
 
 
-# The ways to a failure that the document names.
+# For each cause of a failure in the document, a way to provoke it.
 WAYS: dict[str, Callable[[], list[messages.Message]]] = {
     "a foreign session": lambda: play(*OPEN, then=said_by_eve(messages.Heartbeat(session_of(0)))),
     "a foreign job": lambda: play(register(0), then=said_by_eve(register(1))),
@@ -476,7 +476,7 @@ def test_an_error_has_a_key_where_the_document_says_so():
 def test_the_table_of_stuck_members_has_the_documented_entries():
     spread = {"step, layer, call, phase": ["step", "layer", "call", "phase"]}
     names = [part for name, *_ in table("Stuck members") for part in spread.get(name, [name])]
-    assert names.pop() == "stack", "only there for who waits in a collective of torch, see test_hang_probe"
+    assert names.pop() == "stack", "only in the error of a rank that waits in a collective, see test_hang_probe"
     for way in ("another layer", "another group"):
         rows_ = failure(way).fields["table"]
         assert len(rows_) == 2
@@ -543,8 +543,8 @@ def test_the_status_report_has_the_documented_entries(monkeypatch):
         ("Ended job", after.report["ended"][0]),
     ):
         documented = {name: kinds[kind] for name, kind, _ in table(title, REPORT)}
-        # Where a member is stands there only if it was asked, how fast it is only after a minute, and what broke it or
-        # was not finite only if there is any.
+        # Fields that a report has only later: a member's place once it was asked, its speed after a minute, and what
+        # broke the group or was not finite.
         later = {"where", "findings", "slowest", "held", "held_seconds", "last", "late", "waiting", "score"}
         later = (later | {"slowest_in", "lost_by", "refused", "first_non_finite", "compared_layers"}) - set(real)
         where_cut = {name for name in documented if name.endswith("_left_out")} | later & set(documented)

@@ -34,7 +34,7 @@ MONITORING = [block for block in blocks_of(ROOT / "docs" / "seeing.md") if "trai
 SHELL = [*(block for block in BLOCKS if block.language == "sh"), *INLINE, *MONITORING]
 DIFFS = [block for block in BLOCKS if block.language == "diff"]
 
-# What decides who a process is, which a newcomer's shell does not have.
+# Variables that give a process its rank, job or address; a newcomer's shell has none of them.
 FOREIGN = re.compile(r"STATSD_BN_|SLURM_|TORCHELASTIC_|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT)$")
 
 MOST_LINES = 120
@@ -52,7 +52,7 @@ def shown(command: str) -> Block:
 
 class Bash:
     def __init__(self, block: Block, **variables: str) -> None:
-        # The path of a socket has at most 107 letters, which pytest's own folders may have alone.
+        # The path of a socket has at most 107 bytes, and pytest's folders alone may be longer.
         self.folder = Path(tempfile.mkdtemp(prefix="readme-"))
         for name in files_of(block):
             (self.folder / name).write_text(SCRIPTS[name].text)
@@ -170,5 +170,5 @@ def test_a_stopped_rank_is_found_as_the_page_says(bash):
     pid = int(shell.until(r"\d+ rounds done(?:.|\n)*\n +1 +\d.*  \S+,\s+pid\s+(\d+)")[1])
     os.kill(pid, signal.SIGSTOP)
     shell.until(rf"rank 1 \(\S+, pid {pid}\) is lost: no sign of life for [\d.]+ s")
-    # It raises if it waits in a layer, and is ended if it waits in a collective.
+    # The other rank raises if it waits in a layer, and aborts if it waits in a collective.
     shell.until(rf"(ReplicaLost|aborting)\b.*rank 1 \(\S+, pid {pid}\)")

@@ -9,7 +9,7 @@ from support.paths import ROOT
 PAGE = ROOT / "docs" / "security.md"
 POLICY = ROOT / "SECURITY.md"
 
-# As the page calls them, in bold.
+# The page's names of the roles, which it prints in bold.
 EVERYBODY = (
     *("stranger on the host", "stranger on the network", "tenant", "member", "former member"),
     *("former or hostile server", "anybody, without keys"),

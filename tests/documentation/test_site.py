@@ -30,7 +30,7 @@ PUBLIC = [
     ),
 ]
 
-# Shared by the integrations, and private.
+# Modules that the integrations share, and that are private.
 HELPERS = {"__init__"}
 
 # Tags with targets that a browser fetches, and their attributes.
