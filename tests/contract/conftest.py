@@ -21,5 +21,5 @@ def connected(endpoint, job) -> Job:
 
 @pytest.fixture(params=["connected", "process group"])
 def either(request, connected) -> Job | None:
-    """A job to connect to, or None: then nothing but torch's process group is there."""
+    """A job to connect to, or None for torch's process group without a connection."""
     return connected if request.param == "connected" else None

@@ -1,8 +1,8 @@
-"""Writes `pickles/`. It ran once, at 62e93b8, and its files must load for good.
+"""Writes `pickles/`. It ran once, at 62e93b8; all later versions must load its files.
 
     PYTHONPATH=tests python tests/contract/make_pickles.py
 
-Add a later model to the files by hand, so that the others stay those of that commit.
+Add further models to the files by hand: this script would rewrite the models of that commit.
 """
 
 import gzip
@@ -42,7 +42,7 @@ def main() -> None:
             "step": trained(model.train(), x, factors),
         }
     write("models.pickle", pickle.dumps(models, PROTOCOL))
-    # In torch's own protocol: its safe loader warns of others.
+    # In the protocol that torch uses: its safe loader warns about others.
     write("states.pt", saved_by_torch(states))
     write("expected.pt", saved_by_torch(expected))
 

@@ -23,10 +23,10 @@ from support.paths import ROOT
 FOLDER = ROOT / "docker"
 FILES = ("docker-compose.yml", "docker-compose.gpu.yml", "docker-compose.view.yml")
 
-# When a training of two steps hangs: two processes that load torch and scikit-learn take minutes on a busy machine.
+# Limit of a training of two steps: on a busy machine two processes take minutes to load torch and scikit-learn.
 TRAINING_SECONDS = 240.0
 
-# Settings of the files, so that a training is two steps of two replicas.
+# Settings of the files for a training of two steps by two replicas.
 SETTINGS = {
     "REPLICAS": "2",
     "STEPS": "2",
@@ -40,7 +40,7 @@ with_curve = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq was bu
 
 
 def with_settings(value):
-    """A value of a compose file; `${NAME}`, `${NAME:-default}`, `${NAME:?error}` and `$$` are as Compose reads them."""
+    """A value of a compose file, with `${NAME}`, `${NAME:-default}`, `${NAME:?error}` and `$$` replaced."""
     if isinstance(value, dict):
         return {name: with_settings(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -58,7 +58,7 @@ def with_settings(value):
 
 
 def services(*names):
-    """The services of compose files, later files on top of earlier ones."""
+    """The services of compose files; a later file overrides an earlier one."""
     merged = {}
     for name in names:
         for service, said in with_settings(yaml.safe_load((FOLDER / name).read_text()))["services"].items():
@@ -67,7 +67,7 @@ def services(*names):
 
 
 def image_of(target):
-    """The variables and the entrypoint of an image, as the Dockerfile's stage says."""
+    """The variables and the entrypoint of an image, from its stage in the Dockerfile."""
     stages = re.split(r"^FROM \S+ AS (\S+)\n", (FOLDER / "Dockerfile").read_text(), flags=re.MULTILINE)
     text = dict(zip(stages[1::2], stages[2::2], strict=True))[target]
     variables = dict(
@@ -81,7 +81,7 @@ VOLUMES = {"server-keys": "keys", "client-keys": "keys/secrets", "meeting": "mee
 
 
 class Host:
-    """A folder in place of the volumes; replaces a container's paths by its own, and the interpreter by this one."""
+    """A folder in place of the volumes; replaces containers' paths by paths in it, and `python` by this interpreter."""
 
     def __init__(self, folder):
         self.folder = folder

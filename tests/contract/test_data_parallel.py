@@ -20,7 +20,7 @@ DTYPE = torch.float64
 
 
 def layer_of(kind, **options):
-    """A layer of torch with no tensor at its default."""
+    """A layer of torch in which no tensor has its default values."""
     generator = torch.Generator().manual_seed(3)
     layer = KINDS[kind][0](CHANNELS, dtype=DTYPE, **options)
     for tensor in (*layer.parameters(), layer.running_mean, layer.running_var):
@@ -47,7 +47,7 @@ def trained(forward, layer, x, factors):
 
 
 def assert_is_whole_batch(plain, replicated, synchronised, x, factors, sizes):
-    """The same step by torch's layer on the whole batch, and by ours on slices of these sizes."""
+    """Asserts that ours on slices of `sizes` and torch's layer on the whole batch compute the same step."""
     seen = []
     hook = synchronised.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
     found = trained(replicated, synchronised, x, factors)

@@ -19,7 +19,7 @@ MODES = {
     "an empty batch": Mode(shares=(4, 0)),
 }
 
-# The values per sample of a rank are its share.
+# A rank has only its share of these values.
 PER_SAMPLE = ("output", "input gradient")
 
 
@@ -35,7 +35,7 @@ def test_ranks_train_as_one_process_on_the_whole_batch(ranks, mode, either):
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_every_mode_moves_all_weights_and_statistics(mode):
-    """Else equal would be easy."""
+    """The test above could not find an error in values that never change."""
     before = programs.state(network(mode))
     for name, value in programs.on_the_whole_batch(mode).items():
         if name in before:

@@ -1,4 +1,4 @@
-"""The contract of `client.DDPHandler`: a loop's loaders are split among the ranks, and all ranks get all values."""
+"""The contract of `client.DDPHandler`: it splits a loop's loaders among the ranks, and gives all ranks all values."""
 
 from types import SimpleNamespace
 

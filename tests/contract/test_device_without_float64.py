@@ -1,4 +1,4 @@
-"""The contract with devices that have no float64, as MPS: ranks on one equal the whole batch in float64 on the host.
+"""The contract on devices without float64, such as MPS: ranks there equal the whole batch in float64 on the host.
 
 `support.device_without_float64` stands in for such a device; the first tests show that it refuses what MPS refuses.
 """
@@ -10,7 +10,7 @@ from programs import contract_device_programs as programs
 from programs.contract_device_programs import Case
 from support.device_without_float64 import device_without_float64
 
-# Relative to the largest value of a tensor. Everything but the statistics is rounded to the device's type.
+# Relative to the largest value of a tensor. All results but the statistics are rounded to the input's type.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 CASES = {

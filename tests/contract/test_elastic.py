@@ -54,7 +54,7 @@ def test_members_leave_and_join_and_the_others_end_as_one_process_does(lives, sa
 
 
 def _check_cover(found: list[programs.Life]) -> None:
-    """Each aggregate reported its replicas and samples: those that contributed."""
+    """Each aggregate reported the replicas and samples that contributed to it."""
     by_rank = {life.rank: life.steps for life in found}
     covers = set()
     for number, step in by_rank[0].items():
@@ -68,7 +68,7 @@ def _check_cover(found: list[programs.Life]) -> None:
 
 
 def _check_epochs(lives: list[programs.Life]) -> None:
-    """Every sample was learnt once in each epoch, whichever members were present."""
+    """The job trained on every sample once in each epoch, whichever members were present."""
     by_rank = {life.rank: life.steps for life in lives}
     learnt: dict[int, Counter[int]] = {}
     for number, step in by_rank[0].items():

@@ -1,6 +1,6 @@
 """The interface equals the snapshot in this folder: signatures, flags, variables, exit codes and errors.
 
-After an intended change, write it again, and give the reason in the commit:
+After an intended change, write the snapshot again, and give the reason in the commit message:
 
     PYTHONPATH=tests python tests/contract/test_interface.py
 """

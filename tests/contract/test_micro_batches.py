@@ -1,6 +1,7 @@
-"""The contract of micro-batches: running statistics move once per mini-batch, as if it came in one piece.
+"""The contract of micro-batches: running statistics move once per mini-batch, as they would without micro-batches.
 
-As GPipe and PipeDream use them: all forward passes first or one forward, one backward; with recomputation or without.
+The schedules are those of GPipe (all forward passes first) and PipeDream (one forward, one backward), with and without
+recomputation.
 """
 
 import copy
@@ -37,7 +38,7 @@ def assert_same_buffers(layer: nn.Module, expected: nn.Module) -> None:
 @pytest.mark.parametrize("reentrant", CHECKPOINTS.values(), ids=CHECKPOINTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_ranks_in_any_schedule_equal_one_process(ranks, schedule, reentrant, either):
-    """Outputs, gradients, and the statistics after each mini-batch, while several micro-batches are under way."""
+    """Compares outputs, gradients, and the statistics after each mini-batch; several micro-batches overlap."""
     found = ranks(2, programs.by_schedule, schedule, reentrant, either)
     whole = programs.in_one_process()
     for rank, seen in enumerate(found):

@@ -19,7 +19,7 @@ def content_of(name):
     return gzip.decompress((FOLDER / f"{name}.gz").read_bytes())
 
 
-MODELS_THEN = pickle.loads(content_of("models.pickle"))  # noqa: S301 - this folder's own
+MODELS_THEN = pickle.loads(content_of("models.pickle"))  # noqa: S301 - our own file
 STATES_THEN = torch.load(io.BytesIO(content_of("states.pt")))
 EXPECTED = torch.load(io.BytesIO(content_of("expected.pt")))
 

@@ -1,4 +1,4 @@
-"""Ways of training in which other synchronised batch norms were reported wrong: each equals the whole batch."""
+"""Ways to train for which users reported errors of other synchronised batch norms: each equals the whole batch."""
 
 import pytest
 

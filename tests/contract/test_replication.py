@@ -12,7 +12,7 @@ REPLICAS = ["cpu"] * 3
 
 
 class Recorder(nn.Module):
-    """Remembers how it was called back, in a list that its copies share."""
+    """Records its callbacks in a list that its copies share."""
 
     def __init__(self, calls):
         super().__init__()
@@ -49,8 +49,8 @@ def test_the_copies_of_a_sub_module_share_a_context_on_which_they_hang_what_they
     assert contexts[::2] == [contexts[0]] * 3
     assert contexts[1::2] == [contexts[1]] * 3
     assert contexts[0] is not contexts[1]
-    contexts[0].found = "hung on it by copy 0"
-    assert contexts[4].found == "hung on it by copy 0"
+    contexts[0].found = "set by copy 0"
+    assert contexts[4].found == "set by copy 0"
     assert contexts[0].barrier is contexts[1].barrier
 
 

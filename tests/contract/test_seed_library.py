@@ -1,4 +1,4 @@
-"""The seed library: the master in its server, pipes of its slaves, and `client.comm` between replicas of a process."""
+"""The seed library's interface: the server's master, its slaves' pipes, and `client.comm` between replicas."""
 
 import sys
 import threading
@@ -27,7 +27,7 @@ def rank_1():
 
 
 def exchange_as_two(endpoint, job, rank_1):
-    """What both ranks receive in a forward and a backward round by hand."""
+    """What both ranks receive when they run a forward and a backward round without a layer."""
     there = rank_1.submit(seed.as_rank, endpoint, job, 1, seed.exchange_by_hand)
     here = seed.as_rank(endpoint, job, 0, seed.exchange_by_hand)
     return here, there.result(seed.WAIT_SECONDS)
@@ -171,7 +171,7 @@ def test_a_sync_master_gets_the_messages_its_own_first_and_gives_each_slave_its_
 
 
 class Failing(seed.Total):
-    """The last replica raises in place of sending its message."""
+    """The last replica raises instead of sending its message."""
 
     def forward(self, x):
         if self.pipe is not None and self.pipe.identifier == 2:

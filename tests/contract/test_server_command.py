@@ -10,7 +10,7 @@ import zmq
 
 from support.contract_seed import WAIT_SECONDS, private_folder, run, run_server_command, server_command, serving
 
-# Where pip puts what pyproject.toml names under [project.scripts].
+# The script that pip installs for [project.scripts] in pyproject.toml.
 SCRIPT = Path(sys.executable).with_name("statsd-bn")
 
 with_curve = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq was built without CURVE")

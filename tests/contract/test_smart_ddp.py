@@ -47,7 +47,7 @@ def test_it_converts_unless_told_not_to_and_assumes_a_static_graph_unless_told_i
 def test_buffers_are_broadcast_before_each_forward_pass_only_where_the_model_is_not_converted(
     ranks, way, is_broadcast, connected
 ):
-    """Buffers of synchronised layers are the same on all ranks anyway; all others would drift apart."""
+    """Buffers of synchronised layers are equal on all ranks without a broadcast; others would drift apart."""
     found = ranks(2, programs.means_after_an_evaluation, way, {}, connected)
     assert found == [[10.0, 10.0], [10.0, 10.0] if is_broadcast else [11.0, 11.0]]
 

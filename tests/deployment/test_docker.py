@@ -1,4 +1,4 @@
-"""What can be said of the images and the harness without an engine."""
+"""Tests of the images and the harness that need no container engine."""
 
 import os
 import re
@@ -64,7 +64,7 @@ def test_the_compose_file_closes_its_network_and_lets_each_service_wait_for_the_
     assert replica["depends_on"] == {"server": {"condition": "service_healthy"}}
     assert replica["scale"] == replica["environment"]["WORLD_SIZE"] == "${REPLICAS:-4}"
     built = {name: service["build"]["target"] for name, service in services.items() if "build" in service}
-    # keygen and the server are of one image, which is built once.
+    # keygen and the server share one image, which is built once.
     assert built == {"keygen": "server", "replica": "replica"}
     assert services["keygen"]["image"] == server["image"]
     assert set(built.values()) <= set(stages())

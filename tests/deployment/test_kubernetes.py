@@ -1,4 +1,4 @@
-"""The manifests are what Kubernetes understands, and fit together."""
+"""The manifests are valid for Kubernetes, and agree with each other."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ yaml = pytest.importorskip("yaml", reason="needs PyYAML, of the extra dev")
 FOLDER = ROOT / "docker" / "kubernetes"
 MANIFESTS = [manifest for path in sorted(FOLDER.glob("*.yml")) for manifest in yaml.safe_load_all(path.read_text())]
 
-# The oldest one with the annotation for an index and in support when this was written, and a newer one.
+# An old version that annotates a Job's pods with their index, and a newer one.
 VERSIONS = ("1.30", "1.34")
 
 
@@ -87,13 +87,13 @@ def test_a_pod_has_keys_of_its_own_which_nobody_but_its_user_can_read(kind, name
     assert not [one for one in MANIFESTS if "STATSD_BN_INSECURE" in str(one)]
     (secret,) = [one["secret"] for one in pod["volumes"] if "secret" in one]
     assert (secret["secretName"], secret["defaultMode"]) == (name, 0o400)
-    # A Secret is root's; its group is what lets a pod's user read it.
+    # Root owns the files of a Secret; the pod's user reads them through their group.
     assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
     (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "keys"]
     assert (mount["mountPath"], mount["readOnly"]) == ("/keys", True)
     items = secret.get("items")
     assert (items and {one["key"]: one["path"] for one in items}) == mounted
-    # The check for the server has no key, and needs none.
+    # The init container that waits for the server has no key, and needs none.
     assert not [one for container in pod.get("initContainers", []) for one in container.get("volumeMounts", [])]
 
 
@@ -139,7 +139,7 @@ def test_nobody_but_prometheus_reaches_the_view_and_it_reaches_the_server_and_na
 
 
 def peers(policy, direction):
-    """Who is named in each rule of a policy, and at which ports."""
+    """The peers and the ports in each rule of a policy."""
     key = {"ingress": "from", "egress": "to"}[direction]
     return [([*rule[key]], [one["port"] for one in rule.get("ports", [])]) for rule in policy[direction]]
 
@@ -166,7 +166,7 @@ def test_the_server_is_one_that_is_probed_and_reached_by_members_only():
     (container,) = containers(server)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["exec"]["command"] == ["python", "-m", "server", "check"]
-        # Or the command could not say why.
+        # A shorter limit would end the command before it could print the reason.
         assert container[probe]["timeoutSeconds"] > 3
     labels = server["spec"]["template"]["metadata"]["labels"]
     assert named("Service", "statsd-bn-server")["spec"]["selector"] == labels

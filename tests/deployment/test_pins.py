@@ -29,7 +29,7 @@ KNOWN_BAD = {
 
 
 def admitted() -> list[Requirement]:
-    """All that pyproject.toml asks for, of others."""
+    """All requirements in pyproject.toml on other packages."""
     project = PROJECT["project"]
     extras = project["optional-dependencies"].values()
     found = [Requirement(text) for one in (project["dependencies"], *extras) for text in one]
@@ -37,7 +37,7 @@ def admitted() -> list[Requirement]:
 
 
 def pins(path: Path) -> dict[str, set[Version]]:
-    """The versions in a file of `name==version`, by name: several where they differ by platform."""
+    """The versions in a file of `name==version`, by name; several if platforms have different ones."""
     found: dict[str, set[Version]] = {}
     for name, version in re.findall(r"^([\w.-]+)==([^\s;\\]+)", path.read_text(), re.MULTILINE):
         found.setdefault(canonicalize_name(name), set()).add(Version(version))
@@ -65,7 +65,7 @@ def test_no_constraint_is_a_release_that_is_known_to_be_bad(name):
 
 @pytest.mark.parametrize("path", PINNED, ids=lambda path: path.stem)
 def test_the_images_requirements_are_versions_with_hashes_and_nothing_else(path):
-    # Neither an option, which could name an index, nor an address.
+    # No option, since it could name an index, and no address.
     one = (
         r"[\w.-]+==[\w.+]+(?: ; [^\n\\]+)? \\\n(?:    --hash=sha256:[0-9a-f]{64} \\\n)*    --hash=sha256:[0-9a-f]{64}\n"
     )
@@ -77,7 +77,7 @@ def test_the_images_hold_the_versions_that_are_tested(path):
     tested = pins(ROOT / "constraints.txt")
     for name in pins(path).keys() & tested:
         (wanted,) = tested[name]
-        # torch's CPU build has a local version
+        # torch's CPU build has a local version.
         found = {version.public for version in pins(path)[name]}
         assert found == {wanted.public}, f"{path.name}: {name}; scripts/pin writes it anew"
 
@@ -126,7 +126,7 @@ def test_the_base_image_is_the_same_everywhere():
 
 @pytest.fixture
 def pin(tmp_path):
-    """Runs a copy of scripts/pin, with stand-ins for uv, and for an engine that pulls an image of a digest, or none."""
+    """Runs a copy of scripts/pin with stand-ins for uv and for an engine, whose pull gives a digest or fails."""
     for name in ("scripts/pin", "scripts/lib.sh", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -53,9 +53,9 @@ def test_the_server_has_no_rights_and_cannot_write():
         "RuntimeDirectoryMode": "0700",
     }.items():
         assert values(name) == [value]
-    # The keys are in /etc, which is read-only then; these would undo that.
+    # The keys are in /etc, which `ProtectSystem=strict` makes read-only; these settings would undo that.
     assert not [name for name, _ in LINES if name in {"ReadWritePaths", "StateDirectory", "ConfigurationDirectory"}]
-    # The default socket of a server without keys would be in /tmp, where no client saw it.
+    # With PrivateTmp no client would find a socket in /tmp.
     assert "/tmp" not in environment()["STATSD_BN_BIND"]  # noqa: S108 - nothing is made there
 
 

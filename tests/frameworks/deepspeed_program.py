@@ -12,7 +12,7 @@ from programs.ddp_programs import end_without_teardown
 def main(folder: Path) -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     model = client.convert_model(training.network().float())  # DeepSpeed reduces no float64
-    # It clips gradients by default.
+    # DeepSpeed clips gradients by default.
     config = {"train_micro_batch_size_per_gpu": training.BATCH, "gradient_clipping": 0.0}
     engine, *_ = deepspeed.initialize(model=model, optimizer=training.optimizer(model), config=config)
     with client.connect():

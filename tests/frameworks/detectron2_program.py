@@ -5,7 +5,7 @@ from functools import partial
 
 from zoo.libraries import library
 
-library("torchvision")  # detectron2 imports it, and may not find its operators
+library("torchvision")  # detectron2 imports it, and torchvision's operators may be missing
 
 # ruff: noqa: E402
 from detectron2.config import get_cfg
@@ -20,7 +20,7 @@ from frameworks import small_training as training
 
 @META_ARCH_REGISTRY.register()
 class Network(nn.Module):
-    """Builds its batch norms as detectron2 does: one by its name, one by a function."""
+    """Builds batch norms in both of detectron2's ways: by name, and by a function."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -49,7 +49,7 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_lr_scheduler(cls, *_):
-        return None  # its own begins with a smaller rate
+        return None  # detectron2's scheduler begins with a smaller rate
 
     def build_hooks(self):
         return []

@@ -48,7 +48,7 @@ def Samples():  # noqa: N802 - named as a class in the configuration
 
 
 def main(folder: Path) -> None:
-    distributed.init_process_group("gloo")  # MMEngine's own way asks for a GPU
+    distributed.init_process_group("gloo")  # MMEngine's function needs a GPU
     file = folder / f"config_{distributed.get_rank()}.py"
     file.write_text(CONFIG)
     config = Config.fromfile(file)

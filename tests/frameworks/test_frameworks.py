@@ -18,10 +18,10 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={t
 @dataclass(frozen=True)
 class Framework:
     needs: tuple[str, ...]  # imported packages
-    launcher: tuple[str, ...] = TORCHRUN  # empty where the program starts its processes itself
+    launcher: tuple[str, ...] = TORCHRUN  # empty for a program that starts the processes
     tolerance: float = 1e-12  # relative and absolute, of weights and running statistics
     environ: tuple[tuple[str, str], ...] = ()  # additions to the environment
-    source: str = ""  # if not PyPI
+    source: str = ""  # of a package that is not on PyPI
 
 
 FRAMEWORKS = {

@@ -1,4 +1,4 @@
-"""The dashboard for Grafana against Grafana's own schema, the source of its SDK."""
+"""The dashboard for Grafana conforms to the schema in Grafana's SDK."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ def as_grafana_reads_it(board: dict[str, Any]) -> Any:
     from grafana_foundation_sdk.cog.encoder import JSONEncoder  # noqa: PLC0415
     from grafana_foundation_sdk.models.dashboard import Dashboard  # noqa: PLC0415
 
-    plugins.register_default_plugins()  # the kinds of panels and sources
+    plugins.register_default_plugins()  # the types of panels and data sources
     return json.loads(JSONEncoder().encode(Dashboard.from_json(board)))
 
 

@@ -1,4 +1,4 @@
-"""The tests of Synchronized-BatchNorm-PyTorch with `client` for its name; two GPUs are two replicas on the CPU."""
+"""The tests of Synchronized-BatchNorm-PyTorch, run on `client`; two replicas on the CPU replace two GPUs."""
 
 import importlib.util
 import re

@@ -21,7 +21,7 @@ pytestmark = [
 
 BATCH = 8
 STEPS = 4  # two epochs
-TOLERANCE = 1e-9  # of float64, after all steps
+TOLERANCE = 1e-9  # in float64, after all steps
 
 
 def train(folder, ranks, **environ):

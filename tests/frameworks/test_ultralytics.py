@@ -1,6 +1,7 @@
-"""Ultralytics' own trainer with the recipe's callbacks, in two processes on the CPU.
+"""Ultralytics' trainer with the recipe's callbacks, in two processes on the CPU.
 
-Its loss divides by the labels' weight in a rank's share, so one process trains with the sum of the shares' losses.
+The trainer divides a rank's loss by the weight of the labels in its share, so the one process that the ranks are
+compared with adds the losses of the shares.
 """
 
 import importlib.util
@@ -23,14 +24,14 @@ pytestmark = [
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
-# Of float32, for all layers: after the first step, and after the last. On one machine the differences were 4e-7, then
-# 6e-5 for weights and 1e-4 for running statistics. Without synchronisation they were 4e-2, 2e-2 and 8e-2.
+# In float32, after the first step and after the last. On one machine the running statistics differed by 4e-7, then by
+# 1e-4, and the last weights by 6e-5. Without synchronisation these differences were 4e-2, 8e-2 and 2e-2.
 TOLERANCE = 1e-4
 LAST_TOLERANCE = 1e-3
 
 
 def train(folder, **environ):
-    """The results of both ranks. Offline, without downloads of fonts, versions or weights."""
+    """Trains offline, without downloads of fonts, versions or weights; returns the results of both ranks."""
     ours = {key: value for key, value in os.environ.items() if not key.startswith("STATSD_BN_")}
     offline = {"YOLO_OFFLINE": "true", "YOLO_CONFIG_DIR": str(folder)}
     program = TESTS / "frameworks" / "ultralytics_program.py"
@@ -52,7 +53,7 @@ def test_two_processes_train_as_one_and_checkpoints_are_plain(tmp_path):
         whole = found["whole"]
         torch.testing.assert_close(found["first"], whole["first"], rtol=TOLERANCE, atol=TOLERANCE)
         torch.testing.assert_close(dict(found["last"]), dict(whole["last"]), rtol=LAST_TOLERANCE, atol=LAST_TOLERANCE)
-    assert furthest(first["last"], first["first"]) > 1e-2  # it has gone on
+    assert furthest(first["last"], first["first"]) > 1e-2  # the statistics moved
     assert furthest(first["last"], weights(first["beginning"])) > 10 * LAST_TOLERANCE
     torch.testing.assert_close(first["last"], second["last"], rtol=0, atol=0)
     assert "SynchronizedBatchNorm2d" in first["layers"]

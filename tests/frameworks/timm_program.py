@@ -12,7 +12,7 @@ from frameworks import small_training as training
 from programs.ddp_programs import end_without_teardown
 from zoo.libraries import library
 
-# Imported so, since torchvision may not find its operators.
+# Imported by `library`, since timm imports torchvision, whose operators may be missing.
 layers, optim = library("timm.layers"), library("timm.optim")
 
 

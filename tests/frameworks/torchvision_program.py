@@ -1,4 +1,4 @@
-"""torchvision's training script, made comparable, with the recipe or PLAIN: torchvision_program.py DIR BATCH."""
+"""torchvision's training script, made repeatable, with the recipe or PLAIN: torchvision_program.py DIR BATCH."""
 
 import importlib.util
 import os
@@ -14,9 +14,9 @@ from torch import distributed, nn
 from programs.ddp_programs import end_without_teardown
 from zoo.libraries import library
 
-torchvision = library("torchvision")  # without its operators, if they do not fit this torch
+torchvision = library("torchvision")  # works without operators, which may not fit this torch
 
-CLASSES = 8  # the script asks for the best five
+CLASSES = 8  # the script computes the top-5 accuracy
 IMAGES = 2  # of each class
 RECIPE = {
     "import torch\n": "import client\nimport torch\n",
@@ -32,7 +32,8 @@ models: list["Parallel"] = []
 class Parallel(nn.parallel.DistributedDataParallel):
     """Leaves out the list of GPUs, which torch refuses for a model on the CPU, and keeps each step's statistics.
 
-    The script evaluates after each epoch, and then the wrapper gives all ranks rank 0's statistics.
+    In the script's evaluation after each epoch the wrapper gives all ranks rank 0's statistics, so the last ones would
+    not show a difference.
     """
 
     def __init__(self, module, device_ids=None):  # noqa: ARG002
@@ -59,7 +60,7 @@ class Repeatable(torchvision.datasets.ImageFolder):
 
 
 def run_on_the_cpu() -> None:
-    """Replaces the GPU by the CPU where the script needs a GPU with any options."""
+    """Replaces the GPU by the CPU where the script uses a GPU whatever its options are."""
     initialise, tensor = distributed.init_process_group, torch.tensor
     torch.cuda.set_device = lambda _: None
     distributed.init_process_group = lambda backend, **options: initialise("gloo", **options)  # noqa: ARG005
@@ -75,7 +76,7 @@ def make_repeatable() -> None:
 
 
 def make_images(folder: Path) -> None:
-    """A tiny data set, each image of other colours."""
+    """A tiny data set of images with different colours."""
     generator = np.random.default_rng(0)
     for part in ("train", "val"):
         for number in range(CLASSES * IMAGES):

@@ -19,7 +19,7 @@ from zoo.libraries import library
 RANKS = 2
 IMAGES = 8
 EPOCHS = 3
-MAX_NORM = 10.0  # to which the trainer clips gradients
+MAX_NORM = 10.0  # the trainer clips the gradients' norm to it
 PLAIN = {"mosaic", "hsv_h", "hsv_s", "hsv_v", "translate", "scale", "fliplr", "erasing", "warmup_epochs"}
 
 
@@ -109,7 +109,7 @@ def in_shares(predictions):
 
 
 def make_images(folder):
-    """A tiny data set, each image of other colours."""
+    """A tiny data set of images with different colours."""
     generator = np.random.default_rng(0)
     (folder / "images").mkdir(parents=True)
     (folder / "labels").mkdir()
@@ -121,7 +121,7 @@ def make_images(folder):
 
 
 def main(folder: Path) -> None:
-    library("torchvision")  # the trainer imports it, and may not find its operators
+    library("torchvision")  # the trainer imports it, and torchvision's operators may be missing
     rank = int(os.environ["RANK"])
     data = folder / f"data{rank}"
     make_images(data)
