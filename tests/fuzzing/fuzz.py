@@ -1,6 +1,7 @@
 """Plays fuzzed frames to the decoder and the pure server; `scripts/fuzz` runs it.
 
-First to a real server's socket, then at random to one without, with flat memory, then led by coverage (atheris).
+First to a real server's socket; then random plays to a server without one, whose memory must stay flat; then plays
+that coverage leads (atheris).
 """
 
 import argparse
@@ -16,10 +17,10 @@ from types import FunctionType, ModuleType
 from attacks import socket_fuzz
 from fuzzing.fuzz_target import SOUND, Play
 
-# Within a play: frames with no, one, two and three bytes changed have the turns from 8 on.
+# In a play, turns from 8 on send frames with no, one, two and three changed bytes.
 SOUND_TURN = 8 << 3
 
-# The server's memory is compared at this part of a flood and at its end.
+# The server's memory is compared after this share of a flood's frames and after all of them.
 SETTLED = 0.2
 GROWTH_KIB = 2048
 
@@ -69,15 +70,17 @@ def functions_of(module: ModuleType) -> Iterator[FunctionType]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Floods a server, then lets coverage lead; whatever is found raises."""
+    """Plays all kinds of fuzzed frames; a fault that they find raises."""
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="led by coverage (default 10; 0: not at all)")
-    parser.add_argument("--frames", type=int, default=10_000_000, help="of the flood (default 10,000,000; 0: none)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="plays led by coverage (default 10; 0: none)")
+    parser.add_argument("--frames", type=int, default=10_000_000, help="in random plays (default 10,000,000; 0: none)")
     parser.add_argument(
-        "--socket", type=int, default=500_000, help="that a real server looks at (default 500,000; 0: none)"
+        "--socket", type=int, default=500_000, help="frames for a real server (default 500,000; 0: no server)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--corpus", type=Path, help="a folder of plays, which grows (default: the seeds)")
+    parser.add_argument(
+        "--corpus", type=Path, help="folder of plays, which gets new ones (default: a temporary one)"
+    )
     options = parser.parse_args(arguments)
     if options.socket:
         socket_fuzz.main(options.socket, options.seed)
@@ -93,11 +96,11 @@ def _led_by_coverage(minutes: float, seed: int, corpus: Path | None) -> int:
     if not minutes:
         return 0
     try:
-        import atheris  # noqa: PLC0415 - there are systems without it
+        import atheris  # noqa: PLC0415 - some systems lack it
     except ImportError:
-        print("skipped what coverage would lead: atheris is not installed (the extra `fuzz` has it)")
+        print("skipped the plays that coverage leads: atheris is not installed (the extra `fuzz` has it)")
         return 0
-    # Coverage counters are added to loaded functions; a second import would be another server.
+    # Instruments the loaded functions; atheris would otherwise import the modules a second time.
     for name in [name for name in sys.modules if name.split(".")[0] in {"server", "statsd_bn"}]:
         for function in functions_of(sys.modules[name]):
             atheris.instrument_func(function)

@@ -40,7 +40,7 @@ class Play:
         self._register()
 
     def begin_again(self) -> None:
-        """After a while, in which all members fall silent, others begin other jobs."""
+        """Passes time until all members are lost by their silence, and then registers new ones in new jobs."""
         self._life += 1
         for _ in range(20):
             self._now += SECONDS[0]
@@ -143,7 +143,7 @@ def _sound_frames() -> Iterator[bytes]:
         yield encode(messages.RoundTrips(session.member_token, 500, (0, 3, *[0] * 22)))
         yield encode(messages.LatenessReport(session.member_token, 500, (0, 3, *[0] * 22)))
         yield encode(messages.NonFiniteRound(session.member_token, key, Members.of([0]), "1 of 3 channels (inf)"))
-        if session.member.rank == 0:  # all of them would leave few rounds to end otherwise
+        if session.member.rank == 0:  # if each member could send it, few rounds would end in another way
             yield session.round_done(key)
         yield encode(messages.Result(session.member_token, aggregate))
         session.on_unsolicited(_registered(session))

@@ -1,4 +1,4 @@
-"""Faults that a step of the GPU report must find; each is entered in the step's process."""
+"""Faults that a step of the GPU report must find: context managers, which the step's process enters."""
 
 import itertools
 import os
@@ -18,14 +18,14 @@ from client.transports.device_rows import LocalRows
 
 @contextmanager
 def wrong_product() -> Iterator[None]:
-    """A device that multiplies wrongly."""
+    """The device multiplies wrongly."""
     with mock.patch.object(Tensor, "__matmul__", lambda one, other: torch.mm(one, other) + 1):
         yield
 
 
 @contextmanager
 def value_read() -> Iterator[None]:
-    """The host reads one value of the statistics, for which it has to wait."""
+    """The host reads a value of the statistics, and so waits for the device."""
     of = ChannelStatistics.of
 
     def reading(*given: object) -> ChannelStatistics:
@@ -39,7 +39,7 @@ def value_read() -> Iterator[None]:
 
 @contextmanager
 def wrong_sum() -> Iterator[None]:
-    """Sums that are a thousandth too large."""
+    """Sums are a thousandth too large."""
     add = device_rows.sum_rows
 
     def wrong(*given: object) -> tuple[Tensor, Tensor]:
@@ -52,14 +52,14 @@ def wrong_sum() -> Iterator[None]:
 
 @contextmanager
 def rows_over_host() -> Iterator[None]:
-    """Rows that leave their device although they need not."""
+    """Rows leave their device although they need not."""
     with mock.patch.object(device_rows, "gathers_on_devices", return_value=False):
         yield
 
 
 @contextmanager
 def moved_twice() -> Iterator[None]:
-    """Running statistics that each batch moves twice."""
+    """Each batch moves the running statistics twice."""
     move = call.running_stats.update_from
 
     def twice(*given: object) -> None:
@@ -72,7 +72,7 @@ def moved_twice() -> Iterator[None]:
 
 @contextmanager
 def narrow_sums() -> Iterator[None]:
-    """Sums that travel in float32, which loses the variance where the mean is large."""
+    """Sums are sent in float32, which loses the variance where the mean is large."""
     of = LocalRows.of
     with mock.patch.object(LocalRows, "of", lambda counts, rows: of(counts, [row.float().double() for row in rows])):
         yield
@@ -80,7 +80,7 @@ def narrow_sums() -> Iterator[None]:
 
 @contextmanager
 def wide_output() -> Iterator[None]:
-    """Outputs in float32, whatever the input's type."""
+    """Outputs are in float32, whatever the input's type."""
     normalise = engine.normalise
     with mock.patch.object(engine, "normalise", lambda *given: normalise(*given).float()):
         yield
@@ -88,7 +88,7 @@ def wide_output() -> Iterator[None]:
 
 @contextmanager
 def counted_on_host() -> Iterator[None]:
-    """A number that the host counts goes into each call's statistics; a graph would replay the same one each time."""
+    """The host adds its count of calls to the statistics; a graph would replay the same count each time."""
     of, numbers = ChannelStatistics.of, itertools.count()
 
     def counted(*given: object) -> ChannelStatistics:
@@ -103,14 +103,14 @@ def counted_on_host() -> Iterator[None]:
 
 @contextmanager
 def compiled_without_round() -> Iterator[None]:
-    """A compiled backward pass that asks the other ranks for nothing, and takes their sums for 0."""
+    """A compiled backward pass takes no round, and uses sums of 0."""
     with mock.patch.object(custom_op, "backward_round", lambda _transport, rows, *_: torch.zeros_like(rows.values[0])):
         yield
 
 
 @contextmanager
 def own_order() -> Iterator[None]:
-    """Each rank adds the rows beginning with its own, which changes last bits."""
+    """Each rank adds its own row first, so the ranks' sums differ in the last bits."""
     add = device_rows.sum_rows
 
     def from_own(rows: Tensor, shape: object) -> tuple[Tensor, Tensor]:

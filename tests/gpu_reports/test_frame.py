@@ -1,4 +1,4 @@
-"""The frame of the GPU report, with steps that last no time: nothing that a step does costs another one its result."""
+"""The frame of the GPU report, with short steps: no fault of a step affects another step's result."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ PATHS = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
 SOUND = "def run(step):\n    step.check('two is two', 2 == 2)\n    step.figure('two', 2.0, 'pieces')\n"
 
-# Possible failures, with the outcome in the report. Each has recorded a check before.
+# Ways in which a step can fail, and the outcome in the report. Each step records a check before it fails.
 FAULTS = {
     "hangs": ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)", "ended at its limit of 1 s"),
     "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed: Segmentation fault"),
@@ -45,7 +45,7 @@ def source(line: str) -> str:
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    """Make a step from a module's text, in a separate file: Python may confuse two texts of one length and second."""
+    """Makes a step from a module's text, in a new file: Python's cache may confuse texts of equal length and second."""
     numbers = itertools.count()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *PATHS]))
     monkeypatch.syspath_prepend(tmp_path)
@@ -80,13 +80,13 @@ def _signals():
 def test_no_step_stops_the_others(plan, report, monkeypatch):
     monkeypatch.setattr(runner, "SPARE_SECONDS", 0.0)
     faulty = [plan(name, source(line), 1.0 if name == "hangs" else 30.0) for name, (line, _) in FAULTS.items()]
-    # The one that hangs is first, so that it uses up the time.
+    # The step that hangs comes first, and uses up the time.
     status, found, text = report(*faulty, plan("is sound", SOUND))
     assert status == 1
     outcomes = {name: result["outcome"] for name, result in found.items()}
     expected = {name: outcome for name, (_, outcome) in FAULTS.items()}
     assert outcomes == {**expected, "is sound": "passed"}
-    # The one that hangs may have been ended before it began.
+    # The step that hangs may have been ended before it recorded its check.
     for name in FAULTS.keys() - {"does not parse", "hangs"}:
         assert found[name]["checks"][0]["name"] == "begins", name
     assert all(f"| {name} | {outcomes[name]} |" in text for name in outcomes)
@@ -102,7 +102,7 @@ def test_at_its_limit_a_step_leaves_its_records_and_nothing_else(plan, report, t
         def wait(self, timeout=None):
             if timeout == runner.KILL_SECONDS:
                 return super().wait(timeout)
-            # The limit is reached when the child has begun, however busy the machine is.
+            # Has the limit expire only once the child runs, however busy the machine is.
             wait_until(lambda: left.exists() and left.read_text())
             raise subprocess.TimeoutExpired("step", timeout)
 
@@ -123,7 +123,7 @@ def wait_until(holds) -> bool:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether it ends; an orphan stays in the table until it is reaped."""
+    """Whether a process ends; an orphan stays in the process table until it is reaped."""
 
     def has_ended():
         try:
@@ -243,7 +243,7 @@ def test_a_step_has_its_share_and_what_earlier_ones_have_left(monkeypatch, begun
 
 
 def on_path() -> dict[str, str]:
-    """An environment in which the script finds this Python, which has all that it needs."""
+    """An environment in which the script finds this Python, whose packages it needs."""
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 

@@ -34,7 +34,7 @@ PLANTS = [
 
 
 def report(folder, *arguments):
-    # Longer than a report takes on a busy machine, and shorter than pytest's timeout.
+    # The limit is longer than a report takes on a busy machine, and shorter than pytest's timeout.
     command = [ROOT / "scripts" / "gpu-report", "--stand-in", "--seconds=840", "--output", folder, *arguments]
     done = subprocess.run(command, env=on_path(), capture_output=True, text=True, check=False)
     assert (folder / "results.json").exists(), done.stderr

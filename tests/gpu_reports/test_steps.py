@@ -119,7 +119,7 @@ def test_a_rank_that_fails_is_named(step, program, said):
 
 @pytest.mark.processes
 def test_a_rank_that_hangs_is_ended(step, tmp_path):
-    on_ranks(step, hang_in_second, 1, seconds=100, folder=tmp_path)  # whatever starts ranks has started
+    on_ranks(step, hang_in_second, 1, seconds=100, folder=tmp_path)  # starts the fork server, outside the limit below
     with pytest.raises(RankFailed, match="rank 1: expected an answer in time, got none"):
         on_ranks(step, hang_in_second, 2, seconds=rank_processes.LAST_WORDS_SECONDS + 3, folder=tmp_path)
     for path in tmp_path.iterdir():

@@ -29,7 +29,7 @@ class Architecture:
 
     @property
     def family(self) -> str:
-        """The start of its name, after its module if that has another name."""
+        """The first part of the network's name, with the module's name before it if that differs."""
         found = FAMILY.match(self.name)
         start = found.group() if found else self.name
         return start if start == self.module else f"{self.module}: {start}"
@@ -59,7 +59,7 @@ def architectures(only: str = "") -> Iterator[Architecture]:
 
 
 def survey(architecture: Architecture) -> Survey:
-    """Counts parameters and layers of a network, built without memory for its numbers if possible."""
+    """Counts parameters and layers of a network, which is built on the meta device if possible."""
     for device in ("meta", "cpu") if architecture.library == "torchvision" else ("meta",):
         try:
             with torch.device(device):
@@ -113,5 +113,5 @@ def _without_weights(module: str) -> dict[str, Any]:
     if module.startswith(("segmentation", "detection")):
         return {"weights": None, "weights_backbone": None}
     if module in {"googlenet", "inception"}:
-        return {"weights": None, "init_weights": False}  # else it takes a minute to draw them
+        return {"weights": None, "init_weights": False}  # their initialisation takes a minute
     return {"weights": None}

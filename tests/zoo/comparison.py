@@ -21,8 +21,8 @@ DEVICES = ["cpu"] * 2
 # The most characters in a log line or warning of a conversion.
 LONGEST_LINE = 300
 
-# The least scale of a gradient, relative to the largest one: before a batch norm a bias has a gradient of rounding
-# errors only.
+# The least scale of a gradient, relative to the largest gradient. A bias before a batch norm has smaller gradients,
+# which are rounding errors only.
 FAINT = 1e-6
 
 
@@ -123,7 +123,7 @@ def _gradients_apart(converted: nn.Module, whole: nn.Module) -> float:
 
 
 def _apart(found: list[Tensor], expected: list[Tensor], least: float = 0.0) -> float:
-    """The largest difference of two lists of tensors; infinite where they are not comparable."""
+    """The largest difference between two lists of tensors; infinite if their shapes differ."""
     if [one.shape for one in found] != [one.shape for one in expected]:
         return float("inf")
     return max((_relative(one, other, least) for one, other in zip(found, expected, strict=True)), default=0.0)

@@ -1,4 +1,4 @@
-"""Exhibit: the result for a family of the zoo, which a process sends to the others and the page lists."""
+"""Exhibit: the zoo's result for a family of networks, which one process computes and the page lists."""
 
 import gc
 import signal
@@ -31,7 +31,7 @@ class Exhibit:
     unsynchronised: float = 0.0  # the difference without synchronisation
     part: str = ""  # the compared part; empty for the whole network
     problem: str = ""  # why it differs or was not compared; empty if equal
-    is_unfit: bool = False  # it cannot be compared, whichever layer normalises
+    is_unfit: bool = False  # it cannot be compared, even with torch's layers
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ def exhibit(survey: Survey) -> list[Exhibit]:
 def _problem(found: Comparison) -> str:
     problems = [f"{kind} {size:.1e}" for kind, size in found.differences.items() if not size <= BAR]
     if found.unsynchronised < VISIBLE:
-        problems.append(f"nothing would be seen: unsynchronised replicas differ by {found.unsynchronised:.1e}")
+        problems.append(f"proves nothing: unsynchronised replicas differ by only {found.unsynchronised:.1e}")
     return "; ".join([*problems, *found.complaints])
 
 

@@ -24,7 +24,7 @@ FIXED_POOLS = {"s3d"}
 # optical flow computes positions in float32. The other parts of optical flow have no batch norm.
 PARTS = {"detection": "backbone", "optical_flow": "context_encoder"}
 
-# Constant parameters below it are the initial factors of branches, which would hide the branches.
+# A constant parameter below this is the initial factor of a branch, and would hide the branch.
 FAINT = 1e-2
 
 # Attributes that hold the probability of drop-out in one form or another.
@@ -34,7 +34,7 @@ Inputs = tuple[Tensor, ...]
 
 
 class Unfit(Exception):
-    """Says why a network cannot be compared with itself."""
+    """The reason why a network cannot be compared with itself."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ def _fitting(model: nn.Module, candidates: Iterator[Inputs]) -> Inputs:
             refusals.append(f"{_sides(inputs)}: {type(error).__name__}: {error}".splitlines()[0][:100])
             continue
         if not all(map(torch.equal, first, second)):
-            raise Unfit("computes something else each time, also without drop-out")
+            raise Unfit("computes another result each time, even without drop-out")
         return inputs
-    raise Unfit(f"takes no input of those tried, the last: {refusals[-1]}")
+    raise Unfit(f"takes none of the inputs tried; the last error: {refusals[-1]}")
 
 
 @torch.no_grad()

@@ -48,7 +48,7 @@ def test_under_ddp_in_two_processes(members, tmp_path, network, backend):
 
 @pytest.mark.timeout(900)
 def test_under_ddp_compiled_by_inductor(members, tmp_path):
-    """The C++ compiler has a hundred kernels to make, and takes minutes the first time."""
+    """The C++ compiler builds a hundred kernels, which takes minutes the first time."""
     training = Training("test_byobnet", (5, 3), "inductor", steps=20, lr=LR)
     expected = subclass_programs.train_on_the_whole_batch(training)
     for found in members(2, subclass_programs.train_under_ddp, str(tmp_path / "store"), training, wait=800.0):

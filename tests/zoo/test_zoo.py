@@ -85,7 +85,7 @@ def test_chance_is_taken_away_or_named():
         def forward(self, x):
             return x + torch.rand_like(x)
 
-    with pytest.raises(Unfit, match="something else each time"):
+    with pytest.raises(Unfit, match="another result each time"):
         list(specimens(made_of(nn.BatchNorm2d(3), Noisy())))
 
 
@@ -104,7 +104,7 @@ def test_a_network_whose_output_shows_no_synchronisation_is_a_problem():
             return x * 0
 
     (found,) = exhibit(Survey(made_of(nn.BatchNorm2d(3), Constant())))
-    assert "nothing would be seen" in found.problem
+    assert "proves nothing" in found.problem
     assert not found.is_unfit
 
 
@@ -119,7 +119,7 @@ def test_an_error_becomes_a_problem_and_no_inputs_a_reason():
     assert "RuntimeError: of its own" in found.problem
     assert not found.is_unfit
     (found,) = exhibit(Survey(made_of(nn.BatchNorm1d(3))))
-    assert "takes no input of those tried" in found.problem
+    assert "takes none of the inputs tried" in found.problem
     assert found.is_unfit
 
 

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a network or family by its name, or a pattern such as 'resnet*'")
     parser.add_argument("--all", action="store_true", help="all networks, not only the smallest of each family")
     parser.add_argument("--list", action="store_true", help="only say which there are")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no network after so many")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no network after this time")
     parser.add_argument("--jobs", type=int, default=2, help="networks at a time, each with one thread")
     options = parser.parse_args()
     began = time.monotonic()
@@ -66,7 +66,7 @@ def _is_of(known: Survey, found: Sequence[Exhibit]) -> bool:
 def in_processes(
     work: Callable[[T], Result], things: Sequence[T], jobs: int, lost: Callable[[T], Result]
 ) -> Iterator[Result]:
-    """Yields results as they come; only the thing whose process is killed has no result."""
+    """Yields results as they come, and `lost(thing)` for a thing whose process is killed."""
     left = list(things)
     while left:
         done = []
@@ -78,9 +78,9 @@ def in_processes(
                         yield future.result()
                         done.append(futures[future])
             finally:
-                pool.shutdown(wait=False, cancel_futures=True)  # stops when the consumer stops
+                pool.shutdown(wait=False, cancel_futures=True)  # if the consumer stops early
         left = [thing for thing in left if thing not in done]
-        # After the death of one of several processes, its network is unknown, so a single one continues.
+        # If one of several processes was killed, its network is unknown, so a single process runs the rest.
         if left and jobs == 1:
             yield lost(left.pop(0))
         jobs = 1
