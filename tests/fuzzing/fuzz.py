@@ -78,9 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--socket", type=int, default=500_000, help="frames for a real server (default 500,000; 0: no server)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--corpus", type=Path, help="folder of plays, which gets new ones (default: a temporary one)"
-    )
+    parser.add_argument("--corpus", type=Path, help="folder of plays, which gets new ones (default: a temporary one)")
     options = parser.parse_args(arguments)
     if options.socket:
         socket_fuzz.main(options.socket, options.seed)
