@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +61,12 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 
 def open_page(driver: webdriver.Chrome, port: int) -> None:
-    for attempt in count():
+    until = time.monotonic() + START_SECONDS
+    while True:
         try:
             driver.get(f"http://127.0.0.1:{port}/?token={TOKEN}")
         except Exception:
-            if attempt > START_SECONDS:
+            if time.monotonic() > until:
                 raise
             time.sleep(0.5)  # the view does not listen yet
         else:
