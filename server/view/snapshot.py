@@ -249,6 +249,8 @@ class _Watched:
             since = since if verdict.since is None else verdict.since
         if step_time is None and verdict.step is not None:
             step_time = self.trend.time_of(verdict.step)
+        if since and verdict.state == "broken" and "over" in self.group:
+            since = min(since, self.group["over"]["time"])
         self._told = about, since, step_time
         return self._slow[1] if verdict.state == "slow" and self._slow else since, step_time
 

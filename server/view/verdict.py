@@ -12,7 +12,7 @@ from typing import Any
 from server.group.health import MAX_DELAY_SHARE, WINDOW_SECONDS
 from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import format_missing_members
-from statsd_bn.round_key import GATHER, MEMORY_GATHER
+from statsd_bn.round_key import FORWARD, GATHER, MEMORY_GATHER
 from statsd_bn.skew import describe_outlier
 from statsd_bn.text import duration, percent, two_digits
 from statsd_bn.timing import quantile
@@ -147,7 +147,10 @@ def _non_finite(group: Group) -> Iterator[Verdict]:
     channels = f", in {first['channels']} of {first['of']} channels" if first["of"] else ""
     brought = f"{who.capitalize()} brought the first {what}"
     text = f"{brought}: {first['phase']} of {first['layer']}, step {step}{before}{channels}"
-    advice = f"Stop, and go back to a checkpoint before step {step}. Look at the inputs of {who} there."
+    advice = f"Stop, and go back to a checkpoint before step {step}. Check the batch of {who} in that step, "
+    advice += (
+        f"and {'what enters' if first['phase'] == FORWARD else 'the loss and the gradients after'} {first['layer']}."
+    )
     rank = ranks[0] if len(ranks) == 1 and not more else None
     flags = dict.fromkeys(ranks, "NaN" if "NaN" in what else "inf")
     card = "Numbers", f"{who.capitalize()}: {what}", f"step {step}, {first['layer']}"
@@ -364,8 +367,9 @@ def _usual_cards(group: Group) -> Iterator[tuple[str, ...]]:
         elif rate is None:
             yield "Speed", "Not known yet", note, "unknown"
         else:
-            state = "watch" if held_share(group) >= MAX_DELAY_SHARE else "good"
-            yield "Speed", f"{two_digits(rate)} rounds/s", note, state
+            is_slow = held_share(group) >= MAX_DELAY_SHARE
+            note = f"slowed down by rank {group['slowest']}" if is_slow else note
+            yield "Speed", f"{two_digits(rate)} rounds/s", note, "watch" if is_slow else "good"
     yield _waiting_card(group)
     if group.get("first_non_finite"):
         note = f"since the first NaN or infinity{'; the map has older values' * bool(layers)}"
@@ -391,7 +395,8 @@ def _waiting_card(group: Group) -> tuple[str, ...]:
         return "Waiting", "Not known yet", note, "unknown"
     if not _is_whole(group):
         value = f"Rank {slowest} so far" if is_slow else "No slow rank so far"
-        return "Waiting", value, f"the others waited {held} of {duration(length)} for rank {slowest}", "unknown"
+        whom = f"rank {slowest}" if is_slow else f"the last one, rank {slowest}"
+        return "Waiting", value, f"the others waited {held} of {duration(length)} for {whom}", "unknown"
     if is_slow:
         return "Waiting", f"Rank {slowest}", f"the others waited {held} of the last minute", "watch"
     return "Waiting", "No slow rank", f"rank {slowest} is last by {held} of a minute", "good"

@@ -221,7 +221,7 @@ def test_a_killed_rank(training, axe):
     training.knows(is_over)
     training.shows(r"(?s)Broken: rank 3 ")
     time.sleep(3 * SHOWN_SECONDS)  # all ranks end, and the page keeps their last state
-    training.shows(r"(?s)Broken: rank 3 .*Dismiss")
+    training.shows(r"(?s)Broken: rank 3 .*Hide this job")
     assert len(training.rows()) == RANKS
     check(training, axe, "killed")
 

@@ -5,9 +5,6 @@ import { shownLayer } from "./layers.js";
 
 const HEIGHT = 84;
 
-// A figure that is older has its time.
-const OLD_SECONDS = 10;
-
 // Above this number of ranks their range is drawn instead of a line for each.
 const MANY = 64;
 
@@ -36,7 +33,7 @@ class Chart {
 
   // Lines have values, perhaps a kind (area or odd) and perhaps a label at their end; `say` prints a value with its
   // unit, `tell` the values at a moment.
-  draw({ title, seconds, lines, say, tell, low, high, from, to, marks, isOver }) {
+  draw({ title, seconds, lines, say, tell, low, high, from, to, marks, when = clock }) {
     const { pen, width } = sized(this.canvas, HEIGHT);
     const { mark, hot, line, ink, soft, wash } = colours("mark", "hot", "line", "ink", "soft", "wash");
     pen.lineCap = "round";
@@ -68,8 +65,7 @@ class Chart {
     const at = isPointed ? nearest(seconds, from + shown.at * (to - from)) : Math.max(0, latest);
     pen.strokeStyle = ink;
     if (isPointed) stroke(pen, [[x(seconds[at]), 0], [x(seconds[at]), HEIGHT]]);
-    const isOld = isPointed || isOver || to - seconds[at] > OLD_SECONDS;
-    const told = seconds.length ? `${isOld ? `${isPointed ? "" : "latest "}${clock(seconds[at])}: ` : ""}${tell(at)}` : "no figures yet";
+    const told = seconds.length ? `${isPointed ? clock(seconds[at]) : when(seconds[at])}: ${tell(at)}` : "no figures yet";
     render(this.title, el("span", {}, title), el("b", {}, told));
     render(this.scale, el("span", {}, say(high)), el("span", {}, say(low)));
     render(this.ends, ends(lines, y));
@@ -139,19 +135,21 @@ export async function drawCharts(group, snapshot) {
 function draw(group, snapshot, layer) {
   const trend = group.trend ?? { seconds: [], rounds_per_second: [], median: [], p99: [] };
   const to = group.over?.time ?? snapshot.answered ?? snapshot.time;
-  const begun = Math.min(trend.seconds[0] ?? to - 60, shown.past?.seconds[0] ?? Infinity);
+  const marked = snapshot.events.filter((event) => (!event.job || event.job === group.job) && event.kind !== "joined").map((event) => event.time);
+  const joined = snapshot.events.findLast((event) => event.kind === "joined" && event.job === group.job)?.time ?? Infinity;
+  const begun = Math.min(trend.seconds[0] ?? to - 60, shown.past?.seconds[0] ?? Infinity, joined);
   const from = Math.min(to - 30, Math.max(begun, to - 600));
-  const marks = snapshot.events.filter((event) => event.time > from && event.time < to && (!event.job || event.job === group.job) && event.kind !== "joined").map((event) => event.time);
+  const marks = marked.filter((time) => time > from && time < to);
   setText(first("#time header p"), `${clock(from)} to ${clock(to)}${group.over ? ", the end" : ""}${marks.length ? "; dashed: events" : ""}`);
-  const span = { from, to, marks, isOver: group.over || group.verdict.state === "broken" };
+  const span = { from, to, marks };
   const { seconds, rounds_per_second: speed } = trend;
   const [median, p99] = [trend.median, trend.p99].map((values) => values.map((value) => value || NaN)); // 0: no rounds
   chart("speed").draw({
-    ...span, title: "Rounds per second (mean of 4\u00a0s)", seconds, lines: [{ values: speed, kind: "area" }], say: two, low: 0,
+    ...span, title: "Rounds per second (mean of 4\u00a0s before)", seconds, lines: [{ values: speed, kind: "area" }], say: two, low: 0,
     high: 1.1 * most([1, ...speed.filter(Number.isFinite)]), tell: (at) => known(speed[at], two),
   });
   chart("trip").draw({
-    ...span, title: "Round trip (within 4\u00a0s)", seconds, lines: [{ values: p99, label: "p99" }, { values: median, label: "median" }], say: duration,
+    ...span, title: "Round trip (in the 4\u00a0s before)", seconds, lines: [{ values: p99, label: "p99" }, { values: median, label: "median" }], say: duration,
     low: 0, high: 1.1 * most([0.001, ...p99.filter(Number.isFinite)]),
     tell: (at) => `median ${known(median[at], duration)}, p99 ${known(p99[at], duration)}`,
   });
@@ -183,5 +181,6 @@ function drawLayer(group, layer, name, span) {
   };
   const title = [`${name === "means" ? "Mean" : "Variance"} of `, el("code", {}, layer), " by rank"];
   const [low, high] = Number.isFinite(up) ? [name === "means" ? down - room : Math.min(0, down), up + room] : [0, 1];
-  node.draw({ ...span, title, seconds, lines, say: two, tell, low, high });
+  const when = group.first_non_finite ? () => "latest finite" : clock;
+  node.draw({ ...span, when, title, seconds, lines, say: two, tell, low, high });
 }

@@ -95,7 +95,9 @@ function drawJobs(groups, shown) {
 // Since when a verdict holds: a time, or the step that the server names and its approximate time.
 function begun({ state, step, step_time: then, since, from_start: isFirst }) {
   const time = (at) => `${clock(at)} (${span(Math.max(0, snapshot.time - at))})`;
-  if (state === "slow" && since) return `since ${isFirst ? "the first measurement, " : "about "}${time(since)}`;
+  // The server compares the ranks' speeds after half a minute.
+  const before = isFirst ? ", or in the 30\u00a0s before, when speeds are not compared yet" : "";
+  if (state === "slow" && since) return `since ${isFirst ? "" : "about "}${time(since)}${before}`;
   if (state === "slow") return step && `noticed at step ${whole(step)}`;
   if (state !== "data") return since && `since ${time(since)}`;
   const noticed = since && `noticed ${time(since)}`;
@@ -113,7 +115,7 @@ function drawBanner(verdict, group) {
     facts.push(`${group.over ? "" : `${whole(present)} of `}${whole(group.world_size)} ranks`);
     if (present) facts.push(`step ${whole(Math.max(...group.members.map((member) => member.step)))}`);
   }
-  const button = el("button", { type: "button", "data-key": "dismiss" }, "Dismiss");
+  const button = el("button", { type: "button", "data-key": "dismiss" }, "Hide this job");
   const told = [
     group && el("p", { class: "job" }, nameOf(group)),
     el("h2", {}, el("b", {}, head), verdict.text.slice(head.length)),

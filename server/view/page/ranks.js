@@ -32,7 +32,7 @@ function both(median, p99) {
 
 const COLUMNS = [
   ["Process", "who", (m) => m.place],
-  ["Waited for others", "minute", (m) => bar(m.waiting, "waits")],
+  ["In rounds", "minute", (m) => bar(m.waiting, "waits")],
   ["Others waited for it", "minute", (m) => bar(m.share, m.flag === "slow" ? "held much" : "held")],
   ["Step", "number", (m) => whole(m.step)],
   ["Steps/s", "number", (m) => known(m.steps_per_second, two)],
@@ -52,8 +52,9 @@ export function drawRanks(group) {
     return el("tr", { "data-rank": member.member, "data-level": level }, head, cells);
   });
   render(first("tbody", table), rows);
-  const waits = known(group.held_seconds, (seconds) => `waits are of the last ${duration(seconds)}; `);
-  const when = `${waits === "–" ? "" : waits}round trip and delay when last: median / 99th percentile of all rounds`;
+  const { held_seconds: length } = group;
+  const shares = length ? `shares are of the last ${duration(length)}; rounds include the exchange itself` : "shares need 40\u00a0s of rounds";
+  const when = `${shares}; round trip and delay when last: median / 99th percentile of all rounds, within a factor of 2`;
   const hidden = group.members_left_out ? `; ${whole(group.members_left_out)} more ranks are not in the report` : "";
   first("#ranks header p").textContent = (group.over ? "as last reported; Now: after the end" : when) + hidden;
   const more = byId("more-ranks");

@@ -200,7 +200,7 @@ def test_the_cards_of_ranks_and_speed_show_who_holds_the_job_up():
     usual = "100 rounds so far"
     assert states() == [("all take part", "good"), (usual, "good")]
     assert states(waiting=[waiting(3.0, 1, 2)])[0] == ("2 awaited", "watch")
-    assert states(slowest=1, held=0.31) == [("all take part", "good"), (usual, "watch")]
+    assert states(slowest=1, held=0.31) == [("all take part", "good"), ("slowed down by rank 1", "watch")]
     trips = {"counts": [0, 10], "sum": 1e-3}
     assert states(round_trip_seconds=trips)[1] == ("0.04 ms round trip, 0.04 ms p99 so far", "good")
 
@@ -221,9 +221,9 @@ def test_a_share_of_less_than_a_minute_is_provisional():
         first, speed, waits, *_ = verdicts(of, NOW)[0].state, *cards(of, verdicts(of, NOW))[1:]
         return first, speed["state"], waits["value"], waits["note"], waits["state"]
 
-    note = "the others waited {} of 20 s for rank 1"
-    assert told(0.4) == ("healthy", "good", "Rank 1 so far", note.format("40%"), "unknown")
-    assert told(0.02) == ("healthy", "good", "No slow rank so far", note.format("2%"), "unknown")
+    note = "the others waited {} of 20 s for {}rank 1"
+    assert told(0.4) == ("healthy", "good", "Rank 1 so far", note.format("40%", ""), "unknown")
+    assert told(0.02) == ("healthy", "good", "No slow rank so far", note.format("2%", "the last one, "), "unknown")
 
 
 def test_a_young_job_says_when_its_slow_rank_is_known():
@@ -293,6 +293,14 @@ def test_a_silent_rank_is_dated_by_its_last_sign_of_life():
     silent = {"lost": "rank 1 was lost", "lost_by": KILLED["lost_by"] | {"cause": "no sign of life for 3.5 s"}}
     (shown,) = builder.update(NOW + 9, report(group(FOUR[0], *FOUR[2:], world_size=4, **silent)))["groups"]
     assert shown["verdict"]["since"] == NOW + 9 - 3.5
+
+
+def test_a_broken_job_that_has_ended_broke_no_later():
+    builder = SnapshotBuilder("x")
+    builder.update(NOW, report(group(*FOUR)))
+    over = ended(seconds=1.5, **KILLED)
+    (shown,) = builder.update(NOW + 1, report(ended=[over]))["groups"]
+    assert shown["verdict"]["since"] == shown["over"]["time"] == NOW - 0.5
 
 
 def test_a_long_wait_is_always_told():
