@@ -1,4 +1,4 @@
-"""Trains a toy agent with statistics of all ranks' observations and returns, without a layer.
+"""Trains a toy agent with statistics of all ranks' observations and returns, without a batch-norm layer.
 
 torchrun --nproc-per-node 2 examples/train_agent.py
 

@@ -152,8 +152,8 @@ def parser(environ: Mapping[str, str]) -> Parser:
     insecure = "listen on TCP without keys: anybody who can connect may join, end, read and falsify any job "
     insecure += "(STATSD_BN_INSECURE=1, which clients need too)"
     result.add_argument("--insecure", action="store_true", help=insecure)
-    curve = "accept only clients with a public key in DIR, and encrypt; SIGHUP reloads the keys; - reads the server's "
-    curve += "keys and one client's from standard input (STATSD_BN_CURVE)"
+    curve = "accept only clients with a public key in DIR, and encrypt; SIGHUP reloads the keys; with - as DIR, "
+    curve += "the server's keys and one client's come from standard input (STATSD_BN_CURVE)"
     result.add_argument("--curve", metavar="DIR", default=environ.get("STATSD_BN_CURVE") or None, help=curve)
     process_id = number_type(int, f"the id of a process, 1 to {MAX_PARENT}")
     parent = "process that starts the server: end when it has ended, or when all members have left"

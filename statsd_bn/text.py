@@ -109,10 +109,9 @@ def strip_traceback(text: str) -> str:
 
 def wrap(text: str, width: int = FIRST_LINE) -> str:
     """Returns an error's text with a first line of at most `width` characters, which continues on the next line."""
-    # Text that contains wrapped text is unwrapped first.
     if len(text.partition("\n")[0]) <= width:
         return text
-    first, *others = unwrap(text).split("\n")
+    first, *others = unwrap(text).split("\n")  # the text may contain a wrapped one
     # Only text without spaces is cut inside a word, so that paths can be copied.
     end = max(_cut(first, end, width) for end in _ENDS) or _cut(first, " ", width)
     cut = end or first.rfind(" ", 1, width) + 1 or width

@@ -1,7 +1,8 @@
-"""Barrier at which the replica threads of one process meet, in layers and for messages.
+"""Barrier at which the replica threads of one process meet, in layers and for the messages of `SyncMaster`.
 
 All replicas share one autograd node, because a node that waited for its sibling would block the thread that has to run
-the sibling. As soon as no replica is running, the barrier combines their values, or raises in all waiting replicas.
+the sibling. When all replicas wait, the barrier combines their values. After a failure, timeout or mismatch all that
+wait raise.
 """
 
 import threading
@@ -65,7 +66,7 @@ class Barrier:
             self._advance(None)
 
     def fail(self, replica: int, error: BaseException) -> None:
-        """Record that a replica raised; in their current or next `wait` its siblings raise too, caused by `error`."""
+        """Record that a replica raised; its siblings raise too, caused by `error`, in their current or next `wait`."""
         with self._lock:
             self._finished.add(replica)
             if self._failure is None:
@@ -75,7 +76,7 @@ class Barrier:
             self._release_all()
 
     def _advance(self, combine: Combine | None) -> None:
-        """Unless a replica is still running, combine the values or fail, and release the waiters."""
+        """Once no replica is running, combine the values or fail, and release the waiters; after a failure, at once."""
         if self._failure is None:
             if not self._waiters or len(self._waiters) + len(self._finished) < self.nr_replicas:
                 return

@@ -108,7 +108,7 @@ class BrokenJob:
         if not (is_clean or sample.is_in_call):
             self._log(error, sample)
         collective = None if sample.is_in_call else sample.collective
-        # A call of this package that waits for the server would have raised by now: this one waits for a device.
+        # A call of this package has raised by now if it waited for the server; one that still runs waits for a device.
         call = collective.call if collective else self.sampler.nccl_progress()
         if call is None:
             self._blocked = None

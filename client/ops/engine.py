@@ -83,7 +83,7 @@ def input_gradient(
     """dx, in the type of `x`; `sums` is the aggregate of `backward_sums` over all replicas.
 
     dx = invstd * weight * (dy - m·Σdy/n - m·(x - mean) * invstd² * slope * Σdy·(x - mean)/n), m = 1 where a position
-    counts, else 0.
+    counts, else 0; `slope` as in `ChannelStatistics`.
     """
     check_parameter("weight", weight, x)
     statistics = statistics.beside(x)

@@ -263,8 +263,8 @@ def _by_slice(values: Any, size: int) -> list[Any]:
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
-# CUDA streams: one thread computes for all replicas of a process, each on its own device. A replica's own thread
-# computes the input in a stream, and so does the batch norm: in another stream it could read the input too early.
+# CUDA streams: one thread runs the batch norm of all replicas of a process. It uses the stream in which a replica's own
+# thread computed the input: in another stream it could read the input too early.
 
 
 def stream_of(x: Tensor) -> Any:

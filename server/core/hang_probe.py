@@ -26,7 +26,7 @@ from statsd_bn.wire import encode
 # step, which costs it 0.1 ms.
 NO_ROUND_SECONDS = 2.0
 
-QUIET_ASKED_AT_MOST = 8.0  # longest interval between requests to a member of an idle job; its state may change
+QUIET_ASKED_AT_MOST = 8.0  # longest interval between requests to a member of an idle job that is in no collective
 
 # Larger idle jobs get no requests: a deadlock needs all members' reports, and so many requests would delay rounds.
 MOST_QUIET_MEMBERS = 256

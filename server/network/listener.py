@@ -171,7 +171,7 @@ class Authenticator:
             return [*head, b"400", b"unknown key", b"", b""]
         # This id overrides the peer's. pyzmq reads properties as text, hence the hexadecimal digits.
         metadata = _property(b"Identity", os.urandom(12).hex().encode())
-        # ZeroMQ sets a peer's descriptor only if it knows the address. Other peers could claim one, hence -1.
+        # ZeroMQ sets `__fd` only if it knows the peer's address; otherwise a peer could send a false one, hence -1.
         metadata += _property(b"__fd", b"-1")
         # The field after the text becomes the User-Id of each message of the connection.
         return [*head, b"200", b"OK", key.encode(), metadata]

@@ -73,14 +73,14 @@ class LayerHistory:
         return len(self._samples)
 
     def add(self, now: float, figures: Mapping[str, Any], max_bytes: int) -> None:
-        """Add a group's figures, see `server.view.feed`; keep one sample more than `max_bytes` at most."""
+        """Add a group's figures, see `server.view.feed`; keep one sample and at most `max_bytes` of others."""
         if self._samples and now - self._samples[-1][0] < self.interval - 0.5:
             return
         sample = np.array((figures["means"], figures["variances"]), "<f4")
         if figures["layers"] != self._layers or (self._samples and sample.shape != self._samples[-1][1].shape):
             self._layers = figures["layers"]
             self._samples.clear()
-        # After a NaN the server has no new figures.
+        # The server samples finite rows only, so after a NaN it repeats its figures.
         if not self._samples or not np.array_equal(sample, self._samples[-1][1]):
             self._samples.append((now, sample))
         self.interval = max(INTERVAL_SECONDS, SECONDS * sample.nbytes / max_bytes)

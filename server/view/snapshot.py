@@ -139,7 +139,7 @@ def _finding_key(finding: Report) -> tuple[Any, ...]:
 MAX_EVENTS = 900  # one hour of one event every four seconds
 OVER_SECONDS, MAX_OVER = 600.0, 16  # ended groups are kept this long, at most this many
 MAX_TRENDS = 32  # groups with a trend: each takes 10 kB of a snapshot
-RESTART_SECONDS = 60.0  # after a restart of the server, in which its groups may return and verdicts mention it
+RESTART_SECONDS = 60.0  # after a server's restart: its groups may return, verdicts mention the restart
 
 
 class _Rates:
@@ -176,8 +176,8 @@ class _Watched:
         self.layers = LayerHistory()
         self._rates = _Rates()
         self._was_compared = False  # a report named the slowest rank
-        # The rank that delays the others, the start of the first window that shows it, None if it precedes the first
-        # report, and whether that was the group's first window.
+        # The rank that delays the others; the start of the first window that shows the delay, None in the group's first
+        # report; and whether no earlier report named a slowest rank.
         self._slow: tuple[int, float | None, bool] | None = None
         self.members: dict[int, Report] = {}  # of the latest report before the group broke
         # What its verdict is about, since when, and the time of the verdict's step.
@@ -260,7 +260,7 @@ class SnapshotBuilder:
 
     A snapshot has `time` and `answered` (seconds since 1970, of the snapshot and of the last answer), `endpoint`,
     `error` ("" while the server answers), `server`, `seconds` (since its start), `groups`, `events`, `counts`
-    of events by kind, and without a group `verdict`. Groups have the fields of the report and `rounds_per_second`,
+    of events by kind, and `verdict` if there are no groups. Groups have the fields of the report, `rounds_per_second`,
     `verdict`, `cards`, `trend`, and optionally `figures`, see `server.view.feed`; an ended one has `over`: `time` and
     `reason`. Members have the fields of the report and `steps_per_second`, `median`, `p99`, `share`, `doing`, `flag`
     and `severity`. A rate is None before the second report of the group or member.
@@ -376,7 +376,7 @@ def _stopped(entry: Report, rate: str) -> Report:
 
 
 def _with_present_numbers(group: Report, finding: Report) -> Report:
-    """The finding; for one on data replace its numbers by the present ones of the layer, if these are known."""
+    """The finding; if it is about data, with the layer's present numbers where these are known."""
     figures = group.get("figures", {"layers": ()})
     if finding.get("layer") not in figures["layers"] or "variance" not in finding or finding.get("cleared"):
         return finding

@@ -50,9 +50,9 @@ MAX_WAITING = 64  # connections without a request, beyond which the oldest is cl
 
 
 class Guard:
-    """Passes requests with the token to the page: as `Authorization: Bearer`, as the cookie, or once as `/?token=`.
+    """Passes requests to the page if the cookie or `Authorization: Bearer` has the token.
 
-    The latter sets the cookie and redirects to `/`, so that the token does not stay in the address. The token also
+    `/?token=` sets the cookie and redirects to `/`, so that the token does not stay in the address. The token also
     protects against DNS rebinding: a browser sends the cookie only to the host name that set it.
     """
 
@@ -75,7 +75,7 @@ class Guard:
 
     def _refusal(self, request: Request) -> Response | None:
         """The response to a request that does not reach the page; None if cookie or header have the token."""
-        # With the port, because browsers send a host's cookies to all its ports.
+        # The cookie's name has the port, because browsers send a host's cookies to all its ports.
         port = request.headers.get("host", "").rpartition(":")[2]
         cookie = f"{COOKIE}_{port}" if port.isdecimal() and port.isascii() else COOKIE
         if request.method not in {"GET", "HEAD"}:
@@ -205,9 +205,9 @@ async def _events(feed: Feed) -> AsyncIterator[str]:
 
 def token_for(given: str) -> str:
     """The given token, or a new one; raises ConfigurationError if it is too short or not valid in a header."""
-    expected = f"STATSD_BN_VIEW_TOKEN: expected at least {MIN_TOKEN} printable letters of ASCII without blanks"
+    expected = f"STATSD_BN_VIEW_TOKEN: expected at least {MIN_TOKEN} printable ASCII characters without spaces"
     if not (given.isascii() and given.isprintable() and " " not in given):
-        raise ConfigurationError(f"{expected}, got others")
+        raise ConfigurationError(f"{expected}, got other characters")
     if given and len(given) < MIN_TOKEN:
         raise ConfigurationError(f"{expected}, such as `openssl rand -hex 16` makes, got {len(given)}")
     return given or secrets.token_urlsafe(32)
@@ -220,8 +220,7 @@ def serve(feed: Feed, host: str, port: int, token: str) -> None:
     sys.stderr.write(f"statsd_bn view: {link}\n")
     bounds = {"h11_max_incomplete_event_size": REQUEST_BYTES, "timeout_graceful_shutdown": END_SECONDS}
     settings: dict[str, Any] = {**bounds, "backlog": BACKLOG, "headers": [("connection", "close")]}
-    # Requests and their errors are not logged: the address of the first request has the token, and any client can cause
-    # errors.
+    # uvicorn logs no requests, valid or invalid: the first one's address has the token, and any client can send them.
     settings |= {"log_level": logging.ERROR, "access_log": False, "server_header": False}
     config = uvicorn.Config(app(feed, token), http=BoundedProtocol, ws="none", lifespan="off", **settings)
     runner = threading.Thread(target=feed.run, name="view")

@@ -174,7 +174,7 @@ def test_a_layer_of_ones_own_is_derived_from_ours():
 
 @pytest.fixture
 def eps_mode():
-    """Sets the mode of all layers; the default comes back after the test."""
+    """Sets the mode of all layers without their own; the default comes back after the test."""
     yield client.set_sbn_eps_mode
     client.set_sbn_eps_mode("plus")
 

@@ -1,6 +1,6 @@
 """Whether the tests of `tests/gpu` that need a GPU, marked `cuda`, pass on it.
 
-The stand-in runs some tests without this mark, which check the same on the CPU.
+Where the CPU stands in for the GPU, the tests without this mark run, which check the same.
 """
 
 from collections import Counter

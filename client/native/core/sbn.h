@@ -63,7 +63,7 @@ SBN_API int sbn_backward(const sbn_plan *plan, double *rows, const double *saved
 
 /* Rounds of the ranks of one host, in shared memory; implemented in round.c. */
 
-/* The reasons why a member takes no further turn: it has shut down, or abandoned the memory. */
+/* The reasons why a member runs no further round in this memory: it has shut down, or abandoned the memory. */
 enum { SBN_ENDED = 1, SBN_GIVEN_UP = 2 };
 
 /* One member's view of the memory of a group; for one thread at a time. */

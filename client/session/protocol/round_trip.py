@@ -86,7 +86,7 @@ class RoundTrip:
         # A strict group changes only when members pause and rejoin: no warning.
         if self._session.member.is_elastic and answer.members != before:
             logger.warning(
-                "%s: membership changed: ranks %s take part, before ranks %s", self._key, answer.members, before
+                "%s: membership changed: ranks %s take part, ranks %s did before", self._key, answer.members, before
             )
         shape = self._rows.values.shape[1:]
         if answer.values.shape != shape and self._key.phase != GATHER:

@@ -85,5 +85,5 @@ def test_a_token_that_is_guessable_or_unfit_for_a_header_is_refused(server, host
     monkeypatch.setenv("STATSD_BN_VIEW_TOKEN", token)
     assert main(["view", server.endpoint, "--http", f"{host}:{free_port()}"]) == 2
     error = unwrap(capsys.readouterr().err)
-    assert "STATSD_BN_VIEW_TOKEN: expected at least 16 printable letters of ASCII without blanks" in error
+    assert "STATSD_BN_VIEW_TOKEN: expected at least 16 printable ASCII characters without spaces" in error
     assert error.endswith(f", got {got}\n")
