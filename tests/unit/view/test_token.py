@@ -73,9 +73,9 @@ def test_a_token_with_special_characters_opens_the_page(server):
 @pytest.mark.parametrize(
     ("token", "got"),
     [
-        ("two words with blanks", "others"),
-        ("f\u00fcnf" * 5, "others"),
-        ("a\tb" * 9, "others"),
+        ("two words with blanks", "other characters"),
+        ("f\u00fcnf" * 5, "other characters"),
+        ("a\tb" * 9, "other characters"),
         ("x", 1),
         ("x" * 15, 15),
     ],
