@@ -44,6 +44,10 @@ class Trend:
             self._points.append((now, speed, quantile(growth, 0.5), quantile(growth, 0.99), step))
         self._since = now, rounds, counts
 
+    def interrupt(self) -> None:
+        """Start anew after a restart of the server: no point spans it."""
+        self._since = None
+
     def time_of(self, step: int) -> float | None:
         """About when a step was, in seconds since 1970; None if it is older than the history, or not yet in it."""
         at = bisect_left(self._points, step, key=lambda point: point[4])

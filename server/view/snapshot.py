@@ -185,6 +185,9 @@ class _Watched:
 
     def report(self, now: float, group: Report) -> None:
         """Record the group's entry of a report, and add rates to it."""
+        if self.is_returning:
+            self._rates = _Rates()  # none spans the restart of the server
+            self.trend.interrupt()
         rates = self._rates
         rates.update(now, group)
         self._find_slow(now, group)

@@ -271,6 +271,9 @@ def _differing(group: Group) -> Iterator[Verdict]:
         flag, does, advice = "differs", "differs", f"Check how rank {rank} loads and scales its inputs."
         if "other" in finding:
             flag, does, advice = "same", "has a copy", "Check that they do not read one shard or use one seed."
+        advice += (
+            f" If that is wrong, stop, and go back to a checkpoint before step {finding.get('since', finding['step'])}."
+        )
         card = "Data", f"Rank {rank} {does}", text.partition(": ")[2]
         yield Verdict("data", ATTENTION, text, None, finding.get("since"), rank, advice, {rank: flag}, card)
 
@@ -395,7 +398,7 @@ def _waiting_card(group: Group) -> tuple[str, ...]:
         return "Waiting", "Not known yet", note, "unknown"
     if not _is_whole(group):
         value = f"Rank {slowest} so far" if is_slow else "No slow rank so far"
-        whom = f"rank {slowest}" if is_slow else f"the last one, rank {slowest}"
+        whom = f"rank {slowest}" if is_slow else "any rank"
         return "Waiting", value, f"the others waited {held} of {duration(length)} for {whom}", "unknown"
     if is_slow:
         return "Waiting", f"Rank {slowest}", f"the others waited {held} of the last minute", "watch"

@@ -5,8 +5,8 @@ import { Source, byId, colours, el, first, floats, median, percent, render, setT
 import { flag, shownMembers } from "./ranks.js";
 
 const TITLES = {
-  share: "how much of the layer's variance comes from the distance of this rank's mean; a full bar is 30%, a half one 7.5%",
-  variance: "up where the rank varies more than the others, down where less; a full bar is 16 times, a half one 4 times",
+  share: "how much of the layer's variance comes from the distance of this rank's mean; a full bar is 30%, on a square-root scale",
+  variance: "up where the rank varies more than the others, down where less; a full bar is 16 times, on a logarithmic scale",
   mean: "how far the rank's mean lies from the others'; a full bar is half a standard deviation",
 };
 const CHIPS = 3;

@@ -96,7 +96,7 @@ function drawJobs(groups, shown) {
 function begun({ state, step, step_time: then, since, from_start: isFirst }) {
   const time = (at) => `${clock(at)} (${span(Math.max(0, snapshot.time - at))})`;
   // The server compares the ranks' speeds after half a minute.
-  const before = isFirst ? ", or in the 30\u00a0s before, when speeds are not compared yet" : "";
+  const before = isFirst ? ", or up to 30\u00a0s earlier (not compared)" : "";
   if (state === "slow" && since) return `since ${isFirst ? "" : "about "}${time(since)}${before}`;
   if (state === "slow") return step && `noticed at step ${whole(step)}`;
   if (state !== "data") return since && `since ${time(since)}`;

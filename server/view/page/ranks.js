@@ -54,9 +54,9 @@ export function drawRanks(group) {
   render(first("tbody", table), rows);
   const { held_seconds: length } = group;
   const shares = length ? `shares are of the last ${duration(length)}; rounds include the exchange itself` : "shares need 40\u00a0s of rounds";
-  const when = `${shares}; round trip and delay when last: median / 99th percentile of all rounds, within a factor of 2`;
+  const when = `${shares}; round trip, and late when last: median / 99th percentile of all rounds, within a factor of 2`;
   const hidden = group.members_left_out ? `; ${whole(group.members_left_out)} more ranks are not in the report` : "";
-  first("#ranks header p").textContent = (group.over ? "as last reported; Now: after the end" : when) + hidden;
+  first("#ranks header p").textContent = (group.over ? "as last reported; the column Now is after the end" : when) + hidden;
   const more = byId("more-ranks");
   more.hidden = group.members.length <= SHOWN;
   more.textContent = all ? `Show ${SHOWN} ranks` : `Show all ${whole(group.members.length)} ranks`;

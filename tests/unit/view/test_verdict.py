@@ -221,9 +221,9 @@ def test_a_share_of_less_than_a_minute_is_provisional():
         first, speed, waits, *_ = verdicts(of, NOW)[0].state, *cards(of, verdicts(of, NOW))[1:]
         return first, speed["state"], waits["value"], waits["note"], waits["state"]
 
-    note = "the others waited {} of 20 s for {}rank 1"
-    assert told(0.4) == ("healthy", "good", "Rank 1 so far", note.format("40%", ""), "unknown")
-    assert told(0.02) == ("healthy", "good", "No slow rank so far", note.format("2%", "the last one, "), "unknown")
+    note = "the others waited {} of 20 s for {}"
+    assert told(0.4) == ("healthy", "good", "Rank 1 so far", note.format("40%", "rank 1"), "unknown")
+    assert told(0.02) == ("healthy", "good", "No slow rank so far", note.format("2%", "any rank"), "unknown")
 
 
 def test_a_young_job_says_when_its_slow_rank_is_known():
@@ -268,6 +268,19 @@ def test_a_rate_is_one_of_four_seconds_and_of_none_while_a_round_is_open():
     assert rates(5, 400) == (100.0, 10.0), "the next one is due after four seconds"
     assert rates(6, 400, waiting=[waiting(2.0, 1)]) == (0.0, 0.0)
     assert rates(8, 480) == (20.0, 2.0)
+
+
+def test_no_rate_spans_a_restart_of_the_server():
+    builder = SnapshotBuilder("x")
+    for second in range(9):
+        builder.update(NOW + second, report(group(*FOUR, rounds_done=100 * second)))
+    rates = []
+    for second in range(9, 15):
+        groups = [] if second < 11 else [group(*FOUR, rounds_done=100 * (second - 2))]
+        (shown,) = builder.update(NOW + second, report(*groups, server="new"))["groups"]
+        rates.append(shown["rounds_per_second"])
+    assert rates == [100.0, 100.0, None, 100.0, 100.0, 100.0]
+    assert shown["trend"]["rounds_per_second"] == [100.0, 100.0]
 
 
 def test_all_ranks_of_a_broken_job_reach_the_step_of_the_lost_one():
