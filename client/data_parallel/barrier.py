@@ -1,8 +1,8 @@
 """Barrier at which the replica threads of one process meet, in layers and for the messages of `SyncMaster`.
 
 All replicas share one autograd node, because a node that waited for its sibling would block the thread that has to run
-the sibling. When all replicas wait, the barrier combines their values. After a failure, timeout or mismatch all that
-wait raise.
+the sibling. When all replicas wait, the barrier combines their values. After a failure, a timeout or a mismatch
+every waiting replica raises.
 """
 
 import threading

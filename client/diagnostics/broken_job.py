@@ -38,8 +38,8 @@ CAUSE_SECONDS = limits.SILENCE_SECONDS + 0.5
 # some moments apart.
 EXIT_SECONDS = 3.0
 
-# How long the main thread's stack must stay the same before NCCL collectives are aborted. Until then the other ranks
-# may still start the last collective, and it may complete.
+# How long the main thread's stack must stay the same before NCCL collectives are aborted, unless it shows a
+# collective. Until then the other ranks may still start the last collective, and it may complete.
 STALL_SECONDS = 3.0
 
 # Identifies errors of collectives by their text: a backward pass raises them like errors of the model.

@@ -62,8 +62,8 @@ def save_in_thread(slice_: Slice) -> Slice:
         x = _Save.apply(slice_.input, weight, None, True)  # noqa: FBT003 - autograd functions have no named arguments
         node = x.grad_fn
         return slice_._replace(input=x, saver=None if node is None else lambda: node.saved_tensors)
-    # The input needs no gradient, but the weight may. Then the output of `_Save` requires one: as the layer's input it
-    # would cost a round in backward. So the output is empty, and nothing differentiates it.
+    # The input needs no gradient, but the weight may, and then so does the output of `_Save`. As the layer's input that
+    # output would cost a round in backward; so it is empty, and nothing differentiates it.
     anchor = _Save.apply(slice_.input, slice_.weight, slice_.bias, False)  # noqa: FBT003 - as above
     # The saver holds the output: in torch 2.6 a node is freed with its output.
     return slice_._replace(saver=(lambda: anchor.grad_fn.saved_tensors) if anchor.requires_grad else None)

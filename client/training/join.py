@@ -60,7 +60,7 @@ def join(model: nn.Module) -> Iterator[None]:
         # The block is in a generator that is closed before its end: the pass ends here.
         _end(model, connection, groups)
         raise
-    # Not after another exception, which ends this member and reaches the other members as the cause.
+    # Any other exception skips this: it ends the member and reaches the other members as the cause.
     try:
         _end(model, connection, groups)
     except StatsdBNError as error:
@@ -82,7 +82,7 @@ def _check_transports(model: nn.Module, connection: Connection | None) -> None:
             name = group if isinstance(group, NamedProcessGroup) else "default process group"
             raise ConfigurationError(
                 error_text(
-                    "client.join() needs a connection: a process group waits for all its ranks\n"
+                    "client.join() cannot use a process group, which waits for all its ranks\n"
                     f"layer {layer.layer_name!r} synchronises over torch's {name}",
                     advice=f"Call client.connect() before it, with another transport than {OVER_PROCESS_GROUP!r}, or "
                     "use equal numbers of batches on all ranks.",
@@ -97,7 +97,7 @@ def _begin(model: nn.Module, connection: Connection) -> list[Group]:
     groups = [group for _, group in sorted(by_name.items()) if not connection.is_alone(group)]
     for group in groups:
         if not (connection.member.is_elastic or connection.session(group).has_uneven_inputs):
-            # Gather before the first pass: `rejoin` withdraws this rank from open rounds; they would end without it.
+            # Wait for open rounds first: `rejoin` would withdraw this rank from them, and they would end without it.
             connection.gather_in_group(group, ROUND_NAME, b"")
         connection.rejoin(group)
     return groups

@@ -22,8 +22,8 @@ from statsd_bn import limits
 from statsd_bn.messages import WORLD, StackReport, StackRequest, digest
 from statsd_bn.wire import encode
 
-# A job without a round for this long is idle. If each step takes longer than this, each member gets one request per
-# step, which costs it 0.1 ms.
+# A job without a round for this long is idle. If each step takes longer than this, each member gets some requests
+# per step, which cost it 0.1 ms each.
 NO_ROUND_SECONDS = 2.0
 
 QUIET_ASKED_AT_MOST = 8.0  # longest interval between requests to a member of an idle job that is in no collective

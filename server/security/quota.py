@@ -33,11 +33,13 @@ class Quota:
 
     max_members: int = _option(limits.MAX_MEMBERS, "members of a group; each is answered in every round")
     max_groups: int = _option(limits.MAX_GROUPS, "groups of all jobs; each keeps some 0.2 MB")
-    max_tenant_groups: int = _option(256, "groups of one tenant, and at most as many as are free", limits.MAX_GROUPS)
+    max_tenant_groups: int = _option(
+        256, "groups of one tenant, and at most as many as the server has free", limits.MAX_GROUPS
+    )
     max_server_bytes: int = _option(
         2**29,
         "total bytes kept; the process needs up to 120 MB more, 64 of them for unread answers: give a container twice "
-        "this, at least 256 MB",
+        "the limit, at least 256 MB",
         2**44,
     )
     max_tenant_bytes: int = _option(

@@ -77,7 +77,7 @@ class LayerHistory:
         return len(self._samples)
 
     def add(self, now: float, figures: Mapping[str, Any], max_bytes: int) -> None:
-        """Add a group's figures, see `server.view.feed`; keep one sample and at most `max_bytes` of others."""
+        """Add a group's figures, see `server.view.feed`; keep earlier ones of `SECONDS` and `max_bytes` at most."""
         if self._samples and now - self._samples[-1][0] < self.interval - 0.5:
             return
         sample = np.array((figures["means"], figures["variances"]), "<f4")
@@ -89,7 +89,7 @@ class LayerHistory:
             self._samples.append((now, sample))
         self.interval = max(INTERVAL_SECONDS, SECONDS * sample.nbytes / max_bytes)
         excess = (len(self._samples) - 1) * sample.nbytes - max_bytes
-        while self._samples and (now - self._samples[0][0] > SECONDS or excess > 0):
+        while len(self._samples) > 1 and (now - self._samples[0][0] > SECONDS or excess > 0):
             self._samples.popleft()
             excess -= sample.nbytes
 

@@ -171,7 +171,7 @@ class _Watched:
         self.group: Report = group or {}  # as reported, with rates; an ended one has `over`
         self.seen: float | None = None  # time of the latest report with it
         self.is_returning = False  # a restarted server does not know it yet
-        self.restarted: float | None = None  # time of a restart of the server while it was running, if recent
+        self.restarted: float | None = None  # time of the server's restart since this record was made, if recent
         self.trend = Trend()
         self.layers = LayerHistory()
         self._rates = _Rates()

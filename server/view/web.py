@@ -70,7 +70,7 @@ class Guard:
 
         try:
             await (self._refusal(Request(scope)) or self._app)(scope, receive, send_with_headers)
-        except Exception as error:  # noqa: BLE001 - the reader has got status 500; a traceback would be logged
+        except Exception as error:  # noqa: BLE001 - the client has got status 500; uncaught, uvicorn would log a traceback
             logger.error("view: %s failed: %s", log_line(scope["path"]), log_line(repr(error)))  # noqa: TRY400
 
     def _refusal(self, request: Request) -> Response | None:
@@ -220,7 +220,7 @@ def serve(feed: Feed, host: str, port: int, token: str) -> None:
     sys.stderr.write(f"statsd_bn view: {link}\n")
     bounds = {"h11_max_incomplete_event_size": REQUEST_BYTES, "timeout_graceful_shutdown": END_SECONDS}
     settings: dict[str, Any] = {**bounds, "backlog": BACKLOG, "headers": [("connection", "close")]}
-    # uvicorn logs no requests, valid or invalid: the first one's address has the token, and any client can send them.
+    # uvicorn logs no requests: the address of a valid one may have the token, and any client can send invalid ones.
     settings |= {"log_level": logging.ERROR, "access_log": False, "server_header": False}
     config = uvicorn.Config(app(feed, token), http=BoundedProtocol, ws="none", lifespan="off", **settings)
     runner = threading.Thread(target=feed.run, name="view")

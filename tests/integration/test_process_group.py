@@ -101,7 +101,7 @@ def test_gathered_values_and_averaged_gradients_use_the_process_group_too(ranks)
 
 def test_join_without_a_connection_is_an_error(ranks):
     for text in ranks(2, process_group_programs.join):
-        assert text.splitlines()[0] == "client.join() needs a connection: a process group waits for all its ranks"
+        assert text.splitlines()[0] == "client.join() cannot use a process group, which waits for all its ranks"
 
 
 def test_a_compiled_layer_notices_a_later_process_group(pool, tmp_path):

@@ -44,7 +44,7 @@ SBN_API int sbn_level(int wanted);
  * the whole batch has one value per channel, the pass ends after the round. Without rows it computes only y, with the
  * given statistics.
  *
- * rows: the own row and, except in SBN_MEASURE, the sum of all rows behind it. A row has 2c + 1 doubles: Σx, Σx², count.
+ * rows: the own row, then, except in SBN_MEASURE, the sum of all rows. A row has 2c + 1 doubles: Σx, Σx², count.
  * saved: the statistics, 3c doubles; zeros for a count of 0. They are the mean; invstd = (var + eps)^-1/2, with clamp
  * max(var, eps)^-1/2; and slope, 1 where invstd depends on the variance, else 0. weight and bias may be NULL.
  *

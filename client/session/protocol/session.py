@@ -46,10 +46,10 @@ class LastRoundDone:
     # member as waiting in the finished round while it waits in another, and report a false deadlock.
 
     def __init__(self) -> None:
-        self.frame = b""  # empty once the server has answered a later frame
+        self.frame = b""  # empty once an aggregate has answered a later frame
 
     def acknowledge(self, frame: bytes) -> None:
-        """Clear the frame, since the server has answered a later one; unless another thread has replaced it."""
+        """Clear the frame, since an aggregate has answered a later one; unless another thread has replaced it."""
         if self.frame == frame:
             self.frame = b""
 

@@ -44,7 +44,7 @@ def test_one_value_per_channel_on_a_replica_is_enough(members):
 
 
 def test_counts_beyond_float32_stay_exact(members):
-    """2^24 zeros and twos, and a 1 on the other member: a float32 count or the biased variance is off by 2^-24."""
+    """2^24 zeros and twos, and a 1 on the other member: a float32 count or a biased running variance errs by 2^-24."""
     found = members(2, with_many_values)
     values, factors = (torch.tensor([*shared, one], dtype=torch.float64) for shared, one in MANY_VALUES)
     times = torch.tensor([2.0**22] * 4 + [1], dtype=torch.float64)

@@ -90,7 +90,9 @@ def test_a_snapshot_builder_has_the_history_of_its_groups():
     assert (told["seconds"], told["ranks"]) == ([0.0, 4.0, 8.0], [0, 1])
     assert builder.history("digits", "world", "bn2") is None
     assert builder.history("other", "world", "bn1") is None
-    builder.update(17.0, report())
+    builder.update(700.0, report(of))
+    assert builder.history("digits", "world", "bn1")["seconds"] == [8.0], "the latest sample stays"
+    builder.update(701.0, report())
     assert builder.history("digits", "world", "bn1")["ranks"] == [0, 1], "an ended group keeps it"
 
 
