@@ -3,7 +3,7 @@
 From time to time all members *commit*: they exchange reports of the samples that they have processed, and copy the
 state of an `ElasticState`. If no member is lost, the commit is valid. Otherwise all restore the previous commit, and
 split its unprocessed samples again. New members receive the state at a commit. A commit waits for all members,
-which decide from the same bytes of one aggregate.
+which decide from the same bytes.
 """
 
 import copy
@@ -51,7 +51,7 @@ class MembersChanged(Exception):
 class Report(NamedTuple):
     """A member's report at a commit."""
 
-    generation: int  # the number of commits of its state
+    generation: int  # how many commits its state has had
     epoch: int
     members: list[int]  # at the previous commit; empty for a new member
     is_latecomer: bool  # whether it has connected to a running job
@@ -77,7 +77,7 @@ class Report(NamedTuple):
 
     @property
     def is_new(self) -> bool:
-        """Whether this is the member's first commit."""
+        """Whether this is the member's first commit with its connection."""
         return not self.members
 
 
@@ -155,8 +155,8 @@ class ElasticState:
     def commit(self) -> None:
         """Commits with the other members, and copies the state unless a member is lost.
 
-        If some members have one batch more in an epoch, they process it alone, and the others receive the result at the
-        next commit. Once all samples of the epoch are committed, a further call sends nothing and does not wait.
+        If some members have one batch more in an epoch, only they process it, and the others receive their state at
+        the next commit. Once all samples of the epoch are committed, a further call sends nothing and does not wait.
 
         Raises:
             MembersChanged: members have joined or are lost. The state is the one to continue with: of this commit, or

@@ -1,8 +1,8 @@
 """Moments and statistics of a batch, with one float64 value per channel; and the layout of the tensors they describe.
 
-The vectors are on the device of the input, or on the host where the device has no float64, as MPS. Nothing here waits
-for a device. Operations, order and rounding are those of `statsd_bn.reduction`, so all ranks get the same bits. A round
-that has failed on devices has a count of NaN, so its results are NaN and update no running statistics.
+The vectors are on the device of the input, or on the host where the device has no float64, as MPS. Only `on_host`
+waits for a device. Operations, order and rounding are those of `statsd_bn.reduction`, so all ranks get the same bits.
+A round that has failed on devices has a count of NaN, so its results are NaN and update no running statistics.
 """
 
 from collections.abc import Sequence
@@ -72,11 +72,11 @@ class ChannelMoments(ChannelVectors):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ChannelStatistics(ChannelVectors):
-    """Mean, invstd and slope of the whole batch per channel; the count is at least 1."""
+    """Mean, invstd and its slope (1 where it depends on the variance, else 0) per channel; the count is at least 1."""
 
     @classmethod
     def of(cls, moments: ChannelMoments, eps: float, eps_mode: str) -> "ChannelStatistics":
-        """Statistics of a batch, zeros for an empty one; in eps_mode "clamp" `invstd` is max(var, eps)^-1/2."""
+        """Statistics of a batch; `invstd` is 0 for an empty one. In eps_mode "clamp" `invstd` is max(var, eps)^-1/2."""
         some = ChannelMoments(at_least_one(moments.count), moments.vectors)
         variance = some.variance()
         if eps_mode == "clamp":
@@ -135,7 +135,7 @@ def vector_device(x: Tensor) -> torch.device:
 
 
 def compute_type(x: Tensor) -> torch.dtype:
-    """Type of large tensors: float64 for float64 input, else float32."""
+    """Type in which values are normalised: float64 for float64 input, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -166,7 +166,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def dense(x: Tensor) -> Tensor:
-    """`x` in the layout of its output, which users may `view`; a copy only where the layout differs."""
+    """`x` without gaps, as the output is, which users may `view`; a copy only of an input with gaps."""
     if is_dense(x):
         return x
     copy = torch.empty_like(x)  # channels_last with gaps stays channels_last

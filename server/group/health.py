@@ -100,7 +100,7 @@ class Pace:
             one.least_computing = min(one.least_computing, own)
             one.pace["score"] = min(fastest, one.least_computing) / own
         self._is_reported = self._is_reported and self.delay >= RESET_SHARE
-        is_news = self.delay > MAX_DELAY_SHARE and not self._is_reported
+        is_news = self.delay >= MAX_DELAY_SHARE and not self._is_reported
         self._is_reported |= is_news
         return is_news
 

@@ -1,7 +1,7 @@
 """One round, and its states.
 
-The first contribution with a new key opens a round, with one `FutureResult` for each member of the group. It ends once,
-with the aggregate or with a failure, and late or repeated contributions get the same frame.
+The first contribution with a new key opens a round, with one `FutureResult` for each member that takes part. It ends
+at most once, with the aggregate or a failure; late or repeated contributions get the same frame.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ class FutureResult:
 
     Attributes:
         peer: routing id for the answer.
-        since: time of the member's first contribution; a repeated one does not change it.
+        since: time of the member's first contribution, which `SyncMaster` sets.
         rows: contributed rows; None before.
     """
 
@@ -142,7 +142,7 @@ class Round:
 
     @property
     def waiting(self) -> list[int]:
-        """The members that have contributed."""
+        """The members that have contributed and wait for the others."""
         return [member for member, future in self.futures.items() if future.done]
 
     @property

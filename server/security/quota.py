@@ -14,7 +14,7 @@ from statsd_bn.messages import Register
 from statsd_bn.reduction import Rows
 
 # Memory of objects in bytes, measured with tracemalloc with names of maximum length, and rounded up.
-CONTRIBUTION_BYTES = 1024  # without its values: 400
+CONTRIBUTION_BYTES = 1024  # besides its values; measured: 400
 ROUND_BYTES = 2048  # before its first contribution: 800, and up to 800 for its key
 FUTURE_BYTES = 128  # of each member in a round: 94
 MEMBER_BYTES = 3072  # contributor, session record, liveness and reports: 2,500
@@ -50,7 +50,7 @@ class Quota:
     )
     silence_seconds: float = _option(
         limits.SILENCE_SECONDS,
-        "seconds of silence after which a member is lost; 20 on a network that loses every fifth packet",
+        "seconds of silence after which a member is lost; use 20 on a network that loses every fifth packet",
         limits.MAX_DEADLINE,
         least=2 * limits.HEARTBEAT_SECONDS,
     )
@@ -109,7 +109,7 @@ class QuotaUsage:
             raise self.exceeded(text, most, "groups")
 
     def check_tenant_groups(self, tenant: str, its_groups: int, groups: int) -> None:
-        """Raise LimitExceeded if a tenant has too many groups, or at least as many as are free."""
+        """Raise LimitExceeded if a tenant has too many groups, or as many as the server has free."""
         most = min(self.quota.max_tenant_groups, self.quota.max_groups - groups)
         if its_groups >= most:
             what = "groups of a tenant"

@@ -20,14 +20,14 @@ Group = dict[str, Any]
 MAX_RANKS, MAX_LAYERS = 64, 20
 
 # Counters and gauges of groups: the labels besides job and group, and the help text.
-COUNTERS = {"rounds": ("", "The server's `rounds_done`."), "rounds_failed": ("", "The server's `rounds_failed`.")}
+COUNTERS = {"rounds": ("", "Rounds that ended with an aggregate."), "rounds_failed": ("", "Rounds that failed.")}
 GAUGES = {
     "members": ("", "The ranks that are here."),
     "world_size": ("", "The group's world size."),
     "non_finite": ("", "The first non-finite aggregates that the report lists."),
-    "findings": ("", "The findings on data that still hold, and 1 while a rank is slow."),
+    "findings": ("", "The number of findings on data that still hold, plus 1 while a rank is slow."),
     "waiting_seconds": ("", "How long the oldest open round has been open."),
-    "broken": ("", "Whether the group is broken; for some minutes after its end too, while no job of that name runs."),
+    "broken": ("", "Whether the group is broken; also for ten minutes after its end unless a job of that name runs."),
     "severity": ("state", "The verdict: 0 healthy, 1 worth a look, 2 needs attention, 3 broken."),
     "first_non_finite_step": ("layer rank", "The step of the first NaN or infinity."),
     "finding_variance_ratio": (
@@ -36,10 +36,10 @@ GAUGES = {
     ),
     "rank_step": ("rank", "The last step of a rank."),
     "rank_score": ("rank", "How fast a rank is, 0 to 1."),
-    "rank_waiting": ("rank", "The part of the last minute that a rank waited."),
-    "rank_awaited": ("rank", "The part of the last minute that the others waited for a rank."),
-    "rank_round_trip_median_seconds": ("rank", "The median of how long a rank's rounds took."),
-    "rank_round_trip_seconds": ("rank", "The 99th percentile of how long a rank's rounds took."),
+    "rank_waiting": ("rank", "The part of the last minute that a rank spent in rounds."),
+    "rank_awaited": ("rank", "The part of the last minute that the others waited for the slowest rank; 0 for others."),
+    "rank_round_trip_median_seconds": ("rank", "The median round trip of a rank."),
+    "rank_round_trip_seconds": ("rank", "The 99th percentile of a rank's round trips."),
     "skew_eta2": ("layer", "The share of a layer's variance that lies between the ranks, 0 to 1."),
 }
 HISTOGRAMS = {
@@ -77,7 +77,7 @@ class Metrics:
         for group in groups:
             for name, labels, number in _samples(group):
                 families[name].add_metric((group["job"], group["group"], *labels), float(number))
-        # Ranks leave a broken job within a second. A group that the report leaves out may still be running.
+        # Broken groups stay visible: their ranks leave within a second. A group that is left out may still be running.
         for group in () if snapshot.get("left_out") else known:
             if group["job"] not in running:
                 families["broken"].add_metric((group["job"], group["group"]), float(bool(group["lost"])))
