@@ -71,9 +71,9 @@ def drop_resets(descriptor: int) -> bool:
 def close_connection(descriptor: int) -> None:
     """Close a connection: ZeroMQ reads the buffered data, then the end, and closes the socket."""
     with _borrow(descriptor) as found:
-        # Without a filter ZeroMQ would also read data that arrives before it has reached the end.
-        is_filtered = not _is_tcp(found) or _attach(found, _HEADERS_ONLY)
-        found.shutdown(socket.SHUT_RD if is_filtered else socket.SHUT_RDWR)
+        # Over TCP ZeroMQ would also read data that arrives before it has reached the end, unless a filter drops them.
+        may_read = not _is_tcp(found) or _attach(found, _HEADERS_ONLY)
+        found.shutdown(socket.SHUT_RD if may_read else socket.SHUT_RDWR)
 
 
 def dropped_segments(descriptor: int) -> int:

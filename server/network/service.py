@@ -129,9 +129,9 @@ class Service:
 
     @ignore_float_errors
     def run(self) -> None:
-        """Serve until `stop`, or until the parent ends; then process the received frames and return."""
+        """Serve until `stop` or `Parent.should_exit`; then process the received frames and return."""
         # After the return waiting members wait for the next server at these endpoints, as after a kill. A server with a
-        # parent has no successor and sends each member an error.
+        # parent is replaced only after a failure, so here it sends each member an error.
         next_look = time.monotonic() + POLL_SECONDS
         while not self._stopping:
             # A blocking `recv` needs fewer system calls per frame than a poll before it.
@@ -240,7 +240,7 @@ def _signal_handlers(service: Service) -> Iterator[None]:
 
 
 def run_master(config: Config | None = None) -> None:
-    """Run the aggregation server until SIGTERM or SIGINT, or the end of `config.parent`; then drain and return.
+    """Run the aggregation server until SIGTERM or SIGINT, or until `config.parent` or all its members have ended; then drain and return.
 
     Prints one line, `listening on ENDPOINT`, for each bound endpoint.
 
