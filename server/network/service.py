@@ -240,7 +240,7 @@ def _signal_handlers(service: Service) -> Iterator[None]:
 
 
 def run_master(config: Config | None = None) -> None:
-    """Run the aggregation server until SIGTERM or SIGINT, or until `config.parent` or all its members have ended; then drain and return.
+    """Run the aggregation server until SIGTERM or SIGINT, or until the parent or all members end; then drain.
 
     Prints one line, `listening on ENDPOINT`, for each bound endpoint.
 
