@@ -76,7 +76,7 @@ class Barrier:
             self._release_all()
 
     def _advance(self, combine: Combine | None) -> None:
-        """Once no replica is running, combine the values or fail, and release the waiters; after a failure, at once."""
+        """Once no replica is running, combine the values or fail, and release the waiters; after a failure, release."""
         if self._failure is None:
             if not self._waiters or len(self._waiters) + len(self._finished) < self.nr_replicas:
                 return

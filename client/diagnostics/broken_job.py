@@ -30,7 +30,8 @@ from statsd_bn.text import error_summary, escape, escape_lines, log_line
 
 logger = logging.getLogger("statsd_bn.client")
 
-# How long a failing process waits for the server's report of a lost process: it comes within `silence_seconds`.
+# How long a failing process waits for the server's report of a lost process, which comes within the default
+# `--silence-seconds`.
 # Launchers kill a process 10 to 30 s after SIGTERM.
 CAUSE_SECONDS = limits.SILENCE_SECONDS + 0.5
 

@@ -44,7 +44,7 @@ class StatsdBNLayerSync(TorchSyncBatchNorm):
         return converted
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Disconnects, and returns the model with torch's original layers.
+        """Disconnects, and returns the model with its original layers.
 
         If an exception ends the training, the other members receive it as the cause.
         """

@@ -26,14 +26,14 @@ UNSAVED = "unsaved"
 
 
 class Slice(NamedTuple):
-    """Part of the batch of one replica."""
+    """One replica's part of the batch."""
 
     input: Tensor  # shape (N, C, *)
     weight: Tensor | None  # the replica's copies, shape (C,)
     bias: Tensor | None
     mask: Tensor | None = None  # shape (N, *), bool: which positions count for the statistics
-    # What saves input, weight and mask for backward. None: the batch norm's node. `UNSAVED`: nothing. A function:
-    # another node, see `save_in_thread`; the function returns the input and the weight that this node saved.
+    # Which node saves input and weight for backward. None: the batch norm's. `UNSAVED`: none. A function: another
+    # node, see `save_in_thread`; the function returns what that node saved.
     saver: Any = None
     stream: Any = None  # of the replica's device, see `stream_of`
 
@@ -49,8 +49,8 @@ def is_plain(slice_: Slice) -> bool:
 def save_in_thread(slice_: Slice) -> Slice:
     """Save input and weight in the calling thread, where a checkpoint around this replica sees them.
 
-    The last replica's thread runs the batch norm of all, but a checkpoint's hooks see one thread only. A weight on the
-    module's device shares the module's memory, and is saved so that autograd detects a change before backward.
+    The last replica's thread runs the batch norm of all, but a checkpoint's hooks see one thread only. A
+    replica's weight may share the model's memory; it is saved so that autograd detects a change before backward.
     """
     if not torch.is_grad_enabled():  # this thread saves nothing, whatever its siblings do
         weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
@@ -62,8 +62,8 @@ def save_in_thread(slice_: Slice) -> Slice:
         x = _Save.apply(slice_.input, weight, None, True)  # noqa: FBT003 - autograd functions have no named arguments
         node = x.grad_fn
         return slice_._replace(input=x, saver=None if node is None else lambda: node.saved_tensors)
-    # The input needs no gradient, but the weight may, and then so does the output of `_Save`. As the layer's input that
-    # output would cost a round in backward; so it is empty, and nothing differentiates it.
+    # The input needs no gradient, but if the weight does, so does the output of `_Save`. As the layer's input, that
+    # output would cost a round in backward. So the output is empty, and nothing differentiates it.
     anchor = _Save.apply(slice_.input, slice_.weight, slice_.bias, False)  # noqa: FBT003 - as above
     # The saver holds the output: in torch 2.6 a node is freed with its output.
     return slice_._replace(saver=(lambda: anchor.grad_fn.saved_tensors) if anchor.requires_grad else None)

@@ -5,8 +5,8 @@ the training script is doing. The report is stored in the member's `StackSample`
 report. If a late member is blocked in a torch collective, the server also asks the waiting members how many operations
 they have launched on that process group; `server.core.deadlock` draws the conclusion.
 
-Members of idle jobs get requests too. A job is idle if it had rounds, but none for a while: it validates or writes a
-checkpoint, or its members are deadlocked in torch collectives.
+Members of idle strict jobs get requests too. A job is idle if it had rounds, but none for a while: it validates or
+writes a checkpoint, or its members are deadlocked in torch collectives.
 """
 
 from collections import defaultdict

@@ -7,7 +7,7 @@ The rules behind the table:
 3. An open or recovering strict group breaks when it loses a member that the others need: any member except a paused
    one that leaves without an error.
 4. An elastic group survives the loss of members, and accepts new ones while it is open.
-5. Any group breaks when its members present contradictory results.
+5. An open group, strict or elastic, breaks when its members have presented contradictory results.
 6. A filling group becomes recovering when a former member registers. An open elastic group refuses former members,
    because the others have continued. An open strict group accepts only those that were paused, because the others did
    not wait for them.

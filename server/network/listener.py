@@ -35,8 +35,8 @@ POLL_SECONDS = 0.05  # maximum wait for a frame, and so for noticing a stop requ
 LINGER_MILLISECONDS = 1000  # to send pending replies when the server stops
 HANDSHAKE_MILLISECONDS = 10_000  # a handshake takes milliseconds, a second on a bad network
 
-# Unread messages per connection: a member has one or two in flight. Further ones wait in the client; none is lost. A
-# lower mark wakes ZeroMQ's thread for every second message, which costs 10 % of a round.
+# Unread messages per connection: a member has one or two in flight. Further requests wait in the client; further
+# answers are dropped. A lower mark wakes ZeroMQ's thread for every second message, which costs 10 % of a round.
 SEND_HIGH_WATER_MARK, RECEIVE_HIGH_WATER_MARK = 64, 16
 
 # Detects a vanished host: after 60 s of silence the system sends a keepalive every 10 s.

@@ -263,10 +263,10 @@ class SnapshotBuilder:
 
     A snapshot has `time` and `answered` (seconds since 1970, of the snapshot and of the last answer), `endpoint`,
     `error` ("" while the server answers), `server`, `seconds` (since its start), `groups`, `events`, `counts`
-    of events by kind, and `verdict` if there are no groups. Groups have the fields of the report, `rounds_per_second`,
-    `verdict`, `cards`, `trend`, and optionally `figures`, see `server.view.feed`; an ended one has `over`: `time` and
-    `reason`. Members have the fields of the report and `steps_per_second`, `median`, `p99`, `share`, `doing`, `flag`
-    and `severity`. A rate is None before the second report of the group or member.
+    of events by kind, and `verdict` if there are no groups. Groups have the fields of the report, `verdict`,
+    `cards`, `trend`, and optionally `rounds_per_second` and `figures`, see `server.view.feed`; an ended one has `over`:
+    `time` and `reason`. Members have the fields of the report and `steps_per_second`, `median`, `p99`, `share`,
+    `doing`, `flag` and `severity`. A rate is None before the second report of the group or member.
     """
 
     def __init__(self, endpoint: str) -> None:

@@ -66,7 +66,7 @@ def test_ranks_in_different_layers_get_a_mismatch(over):
 
 @pytest.mark.parametrize(
     ("transport", "after", "outcome"),
-    [(CHOSEN, OVER_SERVER, True), (WATCHED, OVER_PROCESS_GROUP, "client.join() needs")],
+    [(CHOSEN, OVER_SERVER, True), (WATCHED, OVER_PROCESS_GROUP, "client.join() cannot use a process group")],
 )
 def test_join_goes_back_to_the_server_unless_the_process_group_was_asked_for(over, transport, after, outcome):
     for before, found, text in over(transport, 2, watched_programs.join):

@@ -1,7 +1,7 @@
 /* The native core: batch norm's arithmetic on a CPU, and rounds in shared memory. Plain C11 with GNU vectors; it needs no
  * headers of Python or torch.
  *
- * Vectors are float64 and have c values each; tensors are dense. Sums are float64 from the first addition on, in an
+ * Rows and statistics are float64, in vectors of c values; tensors are dense. Sums are float64 from the first addition on, in an
  * order that depends on the shape alone, without contraction: the same slice gives the same sums on every processor and
  * with any number of threads. The table in library.py repeats the types of the functions. */
 #ifndef SBN_H
@@ -13,8 +13,8 @@
 
 enum { SBN_F32 = 0, SBN_BF16 = 1, SBN_F16 = 2, SBN_F64 = 3 };
 
-/* The state of a round. With SBN_DIFFERS, SBN_TOO_MANY and SBN_NOT_FINITE all members have arrived and get the same state,
- * and only the server can end the round. A pass that returns SBN_NO_MEMORY has had no effect. */
+/* The state of a round. In a group SBN_DIFFERS, SBN_TOO_MANY and SBN_NOT_FINITE mean that all members have arrived and get
+ * the same state; then only the server can end the round. A pass that returns SBN_NO_MEMORY has had no effect. */
 enum { SBN_DONE, SBN_WAITS, SBN_CLOSED, SBN_DIFFERS, SBN_TOO_MANY, SBN_NOT_FINITE, SBN_NO_MEMORY };
 
 /* The stages of a pass. SBN_MEASURE computes the own row. SBN_EXCHANGE does so too, runs the round, and finishes the pass.
@@ -72,7 +72,8 @@ struct sbn_group {
    * 64; this member; the time to spin before sleeping; and the maximum sum of counts. */
   char *memory;
   int64_t members, me, spin_ns, most_count;
-  /* This member's latest turn, from 1; the digest of its key; its shape; the arrival times at it and the previous one. */
+  /* A turn is a use of the memory for one round: this member's latest, from 1; the digest of its key; its shape; the
+   * arrival times at this turn and the previous one. */
   uint64_t turn, digest;
   int64_t vectors, channels, came, came_before;
   /* The results of that turn: the number of rows; the sum of their counts; the delay of this member behind all others (0:
