@@ -225,7 +225,7 @@ def _waiting(group: Group, now: float) -> Iterator[Verdict]:
         if round_["seconds"] < LONG_SECONDS:
             advice = f"If this wait does not pass, {advice[:1].lower()}{advice[1:]}"
         if usual := _usual_wait(group):
-            advice += f" Usually the last rank is at most about {duration(usual)} late."
+            advice += f" In 99 of 100 rounds the last rank is at most about {duration(usual)} late."
         advice += f" The others raise RoundTimeout after {ROUND_TIMEOUT}."
     text, flags = f"Waiting for {whom} for {time} in {where}{place}", dict.fromkeys(missing, "awaited")
     yield Verdict("waiting", ATTENTION, text, now - round_["seconds"], None, rank, advice, flags, card)

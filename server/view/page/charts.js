@@ -65,7 +65,7 @@ class Chart {
     const at = isPointed ? nearest(seconds, from + shown.at * (to - from)) : Math.max(0, latest);
     pen.strokeStyle = ink;
     if (isPointed) stroke(pen, [[x(seconds[at]), 0], [x(seconds[at]), HEIGHT]]);
-    const told = seconds.length ? `${isPointed ? clock(seconds[at]) : when(seconds[at])}: ${tell(at)}` : "no figures yet";
+    const told = seconds.length ? `${(isPointed ? clock : when)(Math.min(to, seconds[at]))}: ${tell(at)}` : "no figures yet";
     render(this.title, el("span", {}, title), el("b", {}, told));
     render(this.scale, el("span", {}, say(high)), el("span", {}, say(low)));
     render(this.ends, ends(lines, y));

@@ -95,8 +95,8 @@ function drawJobs(groups, shown) {
 // Since when a verdict holds: a time, or the step that the server names and its approximate time.
 function begun({ state, step, step_time: then, since, from_start: isFirst }) {
   const time = (at) => `${clock(at)} (${span(Math.max(0, snapshot.time - at))})`;
-  // The server compares the ranks' speeds after half a minute.
-  const before = isFirst ? ", or up to 30\u00a0s earlier (not compared)" : "";
+  // The server compares speeds from half a minute after the first round on.
+  const before = isFirst ? ", or in the job's first 30\u00a0s, in which speeds are not compared" : "";
   if (state === "slow" && since) return `since ${isFirst ? "" : "about "}${time(since)}${before}`;
   if (state === "slow") return step && `noticed at step ${whole(step)}`;
   if (state !== "data") return since && `since ${time(since)}`;

@@ -53,7 +53,8 @@ export function drawRanks(group) {
   });
   render(first("tbody", table), rows);
   const { held_seconds: length } = group;
-  const shares = length ? `shares are of the last ${duration(length)}; rounds include the exchange itself` : "shares need 40\u00a0s of rounds";
+  const warm = length < 59 ? ", after 30\u00a0s of warm-up" : "";
+  const shares = length ? `shares are of the last ${duration(length)}${warm}; rounds include the exchange` : "shares need 40\u00a0s of rounds";
   const when = `${shares}; round trip, and late when last: median / 99th percentile of all rounds, within a factor of 2`;
   const hidden = group.members_left_out ? `; ${whole(group.members_left_out)} more ranks are not in the report` : "";
   first("#ranks header p").textContent = (group.over ? "as last reported; the column Now is after the end" : when) + hidden;

@@ -184,7 +184,7 @@ def test_only_an_unusual_wait_is_told(seconds, late, is_told):
 
 def test_a_wait_is_told_with_the_usual_one():
     of = group(*FOUR, waiting=[waiting(3.0, 2)], late_seconds=LATE)
-    usual = "Usually the last rank is at most about 1 s late."
+    usual = "In 99 of 100 rounds the last rank is at most about 1 s late."
     ends = f"The others raise RoundTimeout after their round_timeout, {DEFAULT_ROUND_TIMEOUT:g} s by default."
     advice = f"look at what rank 2 does now. {usual} {ends}"
     assert verdicts(of, NOW)[0].advice == f"If this wait does not pass, {advice}"
