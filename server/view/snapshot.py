@@ -172,6 +172,7 @@ class _Watched:
         self.seen: float | None = None  # time of the latest report with it
         self.is_returning = False  # a restarted server does not know it yet
         self.restarted: float | None = None  # time of the server's restart since this record was made, if recent
+        self.silence = 0.0  # seconds from the last answer before that restart to the first after it
         self.trend = Trend()
         self.layers = LayerHistory()
         self._rates = _Rates()
@@ -224,6 +225,8 @@ class _Watched:
         elif awaited(group):
             group = _stopped(group, "rounds_per_second")
             group["members"] = [_stopped(member, "steps_per_second") for member in group["members"]]
+        if self.restarted is not None:
+            group["silence"] = self.silence
         verdict, *others = found = verdicts(group, now, self.restarted)
         since, step_time = self._first_seen(now, verdict, is_first=is_first)
         by = group.get("lost_by")
@@ -327,6 +330,7 @@ class SnapshotBuilder:
         for watched in earlier.values():
             if has_restarted:
                 watched.is_returning, watched.restarted = "over" not in watched.group, now
+                watched.silence = now - watched.seen if watched.seen is not None else 0.0
             elif watched.restarted is not None and now - watched.restarted >= RESTART_SECONDS:
                 watched.restarted = None
         running: dict[Key, _Watched] = {}

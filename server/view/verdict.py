@@ -286,7 +286,10 @@ def _fine(group: Group, now: float, restarted: float | None) -> Verdict:
         return Verdict("ended", NOTICE, f"Finishing: {count_here(group)} ranks are still here")
     here = len(group["members"]) + group.get("members_left_out", 0)
     if restarted is not None:
-        ago = f"the server restarted {duration(now - restarted)} ago, {count_here(group)} ranks are back"
+        ago = f"the server restarted {duration(now - restarted)} ago"
+        if silence := group.get("silence"):
+            ago += f" after {duration(silence)} without an answer"
+        ago += f", {count_here(group)} ranks are back"
         advice = "Nothing to do: the ranks have sent again what was lost."
         return Verdict("healthy", FINE, f"Healthy again: {ago}", restarted, advice=advice)
     is_whole = here == group["world_size"] > 1

@@ -186,7 +186,8 @@ def test_a_restarted_server_waits_for_the_ranks_that_it_does_not_know_yet():
     assert away["verdict"]["text"] == "The server restarted 0 ms ago: waiting for all ranks to return"
     assert [one["member"] for one in away["members"]] == [0, 1]
     (back,) = shown_at(watcher, 3.0, of, server="efgh")["groups"]
-    assert back["verdict"]["text"] == "Healthy again: the server restarted 2 s ago, 2 of 2 ranks are back"
+    restarted = "the server restarted 2 s ago after 1 s without an answer"
+    assert back["verdict"]["text"] == f"Healthy again: {restarted}, 2 of 2 ranks are back"
     assert back["verdict"]["advice"] == "Nothing to do: the ranks have sent again what was lost."
     (later,) = shown_at(watcher, 62.0, of, server="efgh")["groups"]
     assert later["verdict"]["text"].startswith("Healthy: all 2 ranks")
