@@ -1,8 +1,8 @@
 /* The native core: batch norm's arithmetic on a CPU, and rounds in shared memory. Plain C11 with GNU vectors; it needs no
  * headers of Python or torch.
  *
- * Rows and statistics are float64, in vectors of c values; tensors are dense. Sums are float64 from the first addition on, in an
- * order that depends on the shape alone, without contraction: the same slice gives the same sums on every processor and
+ * Rows and statistics are float64, in vectors of c values; tensors are dense. Sums are float64 from the first addition
+ * on, in an order that depends on the shape alone, without contraction: the same slice gives the same sums on every processor and
  * with any number of threads. The table in library.py repeats the types of the functions. */
 #ifndef SBN_H
 #define SBN_H
