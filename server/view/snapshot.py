@@ -307,7 +307,7 @@ class SnapshotBuilder:
         """Snapshot after a failed request: the previous one, with the text of the error."""
         verdict = of_server(error, self._snapshot.get("answered", now))
         if not self._error:
-            self._add(now, _event({}, "silent", None, verdict.text))
+            self._add(verdict.since or now, _event({}, "silent", None, verdict.text))
         self._error = error
         entry, groups = {"verdict": verdict.entry()}, self._snapshot["groups"]
         shown = [group if "over" in group else {**group, **entry} for group in groups]

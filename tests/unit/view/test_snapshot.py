@@ -37,14 +37,15 @@ def test_a_snapshot_lists_waiting_and_awaited_members():
 
 def test_a_silent_server_is_reported_once_and_so_is_its_return():
     watcher = SnapshotBuilder("x")
-    watcher.update(0.0, report(group(member(0))))
-    watcher.fail(1.0, "no answer")
-    silent = watcher.fail(2.0, "no answer")
+    watcher.update(1.0, report(group(member(0))))
+    watcher.fail(4.0, "no answer")
+    silent = watcher.fail(5.0, "no answer")
     assert silent["error"] == "no answer"
     assert silent["groups"][0]["job"] == "digits"
-    back = watcher.update(3.0, report(group(member(0))))
+    back = watcher.update(6.0, report(group(member(0))))
     assert back["error"] == ""
-    assert [(event["time"], event["kind"]) for event in back["events"]] == [(1.0, "silent"), (3.0, "answers")]
+    told = [(event["time"], event["kind"]) for event in back["events"]]
+    assert told == [(1.0, "silent"), (6.0, "answers")], "the silence is dated by the last answer"
 
 
 def test_events_are_bounded_and_a_snapshot_is_json():
