@@ -223,7 +223,7 @@ def _waiting(group: Group, now: float) -> Iterator[Verdict]:
         card = "Waiting", f"Rank {rank}", f"awaited for {time}"
     if missing:
         if round_["seconds"] < LONG_SECONDS:
-            advice = f"If this wait does not pass, {advice[:1].lower()}{advice[1:]}"
+            advice = f"If this wait lasts {LONG_SECONDS:g} s or more, {advice[:1].lower()}{advice[1:]}"
         if usual := _usual_wait(group):
             advice += f" In 99 of 100 rounds the last rank is at most about {duration(usual)} late."
         advice += f" The others raise RoundTimeout after {ROUND_TIMEOUT}."

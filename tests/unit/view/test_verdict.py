@@ -187,7 +187,7 @@ def test_a_wait_is_told_with_the_usual_one():
     usual = "In 99 of 100 rounds the last rank is at most about 1 s late."
     ends = f"The others raise RoundTimeout after their round_timeout, {DEFAULT_ROUND_TIMEOUT:g} s by default."
     advice = f"look at what rank 2 does now. {usual} {ends}"
-    assert verdicts(of, NOW)[0].advice == f"If this wait does not pass, {advice}"
+    assert verdicts(of, NOW)[0].advice == f"If this wait lasts 10 s or more, {advice}"
     of = group(*FOUR, waiting=[waiting(LONG_SECONDS, 2)], late_seconds=LATE)
     assert verdicts(of, NOW)[0].advice == f"L{advice[1:]}"
 
