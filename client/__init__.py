@@ -55,7 +55,7 @@ __all__ += ["BatchMoments", "DDPHandler", "RunningMoments", "average_gradients",
 __all__ += ["moments", "recalibrate", "smart_DDP", "smart_ddp"]
 __all__ += ["ElasticSampler", "ElasticState", "MembersChanged", "SlavePipe", "run_elastic"]
 
-# Pickles name the module of a class. Name this one, so that old pickles load after a class has moved to another file.
+# Pickles contain the name of a class's module. Set it to `client`, so that old pickles load after a class has moved.
 for _name in (*__all__, "NamedProcessGroup"):
     if isinstance(_class := globals()[_name], type):
         _class.__module__ = __name__

@@ -1,6 +1,6 @@
 """Names of `sync_batchnorm.comm` in Synchronized-BatchNorm-PyTorch.
 
-`client.comm.SlavePipe` connects replicas of this process, `client.SlavePipe` a layer to the server.
+`client.comm.SlavePipe` connects replicas of this process; `client.SlavePipe` connects a layer to the server.
 """
 
 from client.data_parallel.sync_master import FutureResult, SlavePipe, SyncMaster

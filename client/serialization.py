@@ -126,7 +126,7 @@ class _Writer:
             try:
                 self.packer.pack(value)
             except OverflowError:
-                raise TypeError(f"state: expected integers of 64 bits, got one of {value.bit_length()}") from None
+                raise TypeError(f"state: expected integers of 64 bits, got {value.bit_length()} bits") from None
         elif isinstance(value, Tensor | np.ndarray):
             self._add_array(value)
         elif (code := _container(value)) is not None:
@@ -171,7 +171,7 @@ def _bytes(array: Array, dtype: str) -> bytes:
 
 
 class _Reader:
-    """Reads a state; its memory is bounded by the length of the bytes, whatever they announce."""
+    """Reads a state; the number of received bytes bounds its memory, whatever sizes they announce."""
 
     def __init__(self, structure: memoryview, elements: memoryview) -> None:
         self._size = len(structure)
@@ -232,7 +232,7 @@ class _Reader:
         elements = np.frombuffer(self._elements, np.uint8, size).copy()
         self._nr_arrays += 1
         self._elements = self._elements[size:]
-        # Torch and numpy leave a bool of any other byte undefined.
+        # In torch and numpy a bool is undefined if its byte is neither 0 nor 1.
         if name == "bool" and size and elements.max() > 1:
             raise ProtocolError(f"array {number}: expected bytes 0 and 1 for bool, got {elements.max()}")
         if kind == NDARRAY:

@@ -17,16 +17,16 @@ from statsd_bn.errors import StatsdBNError
 ParamsT = ParamSpec("ParamsT")
 ResultT = TypeVar("ResultT")
 
-_OURS = ("client.", "statsd_bn.", "concurrent.futures.")  # futures raise errors of other threads again
-# We call the standard library and pyzmq, so their errors are internal, unlike those of torch and the user's code.
+_OURS = ("client.", "statsd_bn.", "concurrent.futures.")  # futures re-raise errors of other threads
+# A cause is internal if all its frames are in these packages or in the standard library, not in torch or user code.
 _INSIDE = {"client", "statsd_bn", "zmq"}
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
 def hide_internal_frames(error: StatsdBNError, *, for_caller: bool = False) -> None:
-    """Hide our frames but the first in an error's traceback, and add a note with its page of the documentation.
+    """Hide all our frames except the first in an error's traceback, and add a note with the error's documentation page.
 
-    `for_caller` hides the first one too: as the error leaves, the frame of our calling function is added.
+    `for_caller` hides the first one too: as the error propagates, Python adds the frame of our calling function.
     """
     note = f"see docs/errors.md#{type(error).__name__.lower()}"
     if note not in getattr(error, "__notes__", ()):
@@ -83,5 +83,5 @@ def _is_inside(trace: TracebackType) -> bool:
 
 
 def _module_of(frame: FrameType) -> str:
-    """The module of a frame; compiled functions of pyzmq may have no globals, but have it in their name."""
+    """The module of a frame; compiled functions of pyzmq may have no globals, but their name contains the module."""
     return str(frame.f_globals.get("__name__", frame.f_code.co_name))

@@ -26,7 +26,8 @@ from statsd_bn.errors import ConfigurationError, StatsdBNError
 
 EPS_MODES = ("plus", "clamp")
 
-# Attributes of a replica, a mini-batch or a call, which copies and pickles drop; a pickled state may have `_chunks`.
+# Attributes of a replica, a mini-batch or a call, which copies and pickles drop. `__getstate__` adds `_chunks`, which
+# pickles of generated classes drop: they pass the chunks to `rebuilt_layer`.
 TRANSIENT_ATTRIBUTES = frozenset({"_replica", "_accumulator", "_deferred", "_was_called", "_bypassed", "_chunks"})
 
 
@@ -69,14 +70,14 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
             of this host, or a `client.Group`. Without a connection None means torch's default process group, if there
             is one.
         chunks: micro-batches per mini-batch. Each call in training is normalised separately, and after `chunks` calls
-            the running statistics are updated once, with all their values. For fewer calls use
-            `commit_running_statistics`.
+            the running statistics are updated once, with the values of all these calls. If a mini-batch ends with
+            fewer calls, use `commit_running_statistics`.
         process_group: ranks that the layer synchronises with over torch's collectives, without a server.
 
     Attributes:
         layer_name: the layer's name on the wire, the same on every member. `convert_model` sets it to the path in the
             model. A layer created otherwise has the name of its class with a number.
-        chunks: the argument. Setting it updates the running statistics with the pending micro-batches.
+        chunks: the argument. Setting another value updates the running statistics with the pending micro-batches.
 
     Shape:
         Input and output (N, C, *), as for the torch layer. N may differ between replicas, and be 0.
@@ -85,10 +86,9 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         ValueError: `eps_mode`, `group`, `process_group` or `chunks` is invalid, or both `group` and `process_group` are
             set; in `forward`, the input has other dimensions or channels, the mask another shape, or the whole batch
             has one value per channel.
-        TypeError: `chunks` is not an int; in `forward`, the input is not floating-point or a DTensor, or the mask not
-            boolean.
-        StatsdBNError: in `forward` and `backward`, the exchange with the other members failed; most kinds are
-            RoundFailed.
+        TypeError: `chunks` is not an int; in `forward`, the input is not floating-point, the input or `weight` is a
+            DTensor, or the mask is not boolean.
+        StatsdBNError: in `forward` and `backward`, the exchange with the other members failed; usually a RoundFailed.
     """
 
     process_group = _ProcessGroup()

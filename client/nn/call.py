@@ -131,7 +131,7 @@ class SynchronizedCall:
         """Create the exchange of this call, over the host or on the devices of its slices."""
         transport, layer = self.transport, self.layer
         x = slices[0].input
-        # Threads without gradients save nothing for a backward pass.
+        # An `UNSAVED` slice's thread has gradients disabled, for which `phase_of_forward` returns FORWARD.
         needs_gradient = x.requires_grad or any(each.input.requires_grad or each.saver is UNSAVED for each in slices)
         phase = phase_of_forward(needs_gradient=needs_gradient)
         inputs, on_host = [slice_.input for slice_ in slices], self.accumulator is not None

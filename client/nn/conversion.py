@@ -67,11 +67,12 @@ def convert_model(
     A subclass keeps its own `forward`, and its calls of `batch_norm` in training are synchronised. A class that
     computes its statistics itself needs a conversion, see `client.register_conversion`. A batch norm is left unchanged
     if its `forward` synchronises already or was replaced, or if it was parametrized or sharded by FSDP before. A
-    `UserWarning` summarises these layers, and `client.conversion_report(model)` lists each. After a training step it
-    also lists layers that did not call `batch_norm`.
+    `UserWarning` summarises these layers, and `client.conversion_report(model)` lists each. After a training step the
+    report also lists layers that did not call `batch_norm`.
 
     Args:
-        module: any module; containers are changed in place. Layers that are synchronised already are only renamed.
+        module: any module; containers are changed in place. In layers that are synchronised already, only the name,
+            `chunks` and an unset group change.
         group: ranks that the layers synchronise with: None for the whole job, "local" for the members of this host, or
             a `client.Group`. A synchronised layer that has a group or a process group keeps it.
         chunks: micro-batches per mini-batch, for pipelines and gradient accumulation. The running statistics are
@@ -86,8 +87,8 @@ def convert_model(
 
     Raises:
         ValueError: `group`, `process_group` or `chunks` is invalid, or both `group` and `process_group` are set.
-        TypeError: `module` is not a module, or `chunks` is neither None nor an int. Or a registered conversion returns
-            no module, after earlier layers were converted; otherwise nothing is changed.
+        TypeError: `module` is not a module, `chunks` is neither None nor an int, or a registered conversion returns no
+            module. In the last case earlier layers stay converted; the other errors change nothing.
         ConfigurationError: a layer's path is not printable, or too long.
     """
     resolved = resolve_group(group, process_group)
@@ -166,7 +167,7 @@ class ConversionReport:
     Attributes:
         synchronised: class of each synchronised layer, by its path in the model. For a converted subclass it is the
             original class.
-        left: class and reason of each batch norm that is not synchronised, by its path in the model.
+        left: class and reason of each batch norm or DataParallel that is not synchronised, by its path in the model.
     """
 
     synchronised: dict[str, str]
@@ -273,7 +274,7 @@ def register_conversion(original: type[nn.Module], convert: Conversion) -> None:
 
     Subclasses of torch's batch norms rarely need this: `convert_model` keeps their `forward` and synchronises its calls
     of `batch_norm`. Register a conversion for a class that computes its statistics itself. For example, detectron2's
-    class only adds a `forward` to torch's layer, so its conversion restores torch's class and converts the result:
+    NaiveSyncBatchNorm only adds a `forward` to torch's layer. So restore torch's class and convert the result:
 
         def without_its_own_collectives(layer: NaiveSyncBatchNorm) -> nn.Module:
             layer.__class__ = nn.BatchNorm2d
@@ -304,7 +305,7 @@ def conversion_of(cls: type[nn.Module]) -> Conversion | None:
 
 
 def _convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.Module:
-    """`convert_model` under torch's name, on any class, with the same errors."""
+    """`convert_model` under torch's name, as a static method of all synchronised layers; same errors."""
     return convert_model(module, process_group=process_group)
 
 
@@ -341,7 +342,7 @@ def _group_for(layer: SynchronizedBatchNorm, group: GroupSpec) -> GroupSpec:
 def _replace(
     module: nn.Module, classes: Classes, convert_other: Conversion, replaced: dict[nn.Module, nn.Module]
 ) -> nn.Module:
-    """Replace modules by exact type, and others by `convert_other`; a shared module stays shared."""
+    """Convert modules of the exact types in `classes`, and others by `convert_other`; a shared module stays shared."""
     if module in replaced:
         return replaced[module]
     is_registered = type(module) in CONVERSIONS and module not in _in_conversion
@@ -376,7 +377,7 @@ def _convert_registered(module: nn.Module) -> nn.Module:
 
 def _restore_class(module: nn.Module) -> nn.Module:
     """Restore the original class of a converted subclass."""
-    original = vars(type(module)).get("converted_from")  # not inherited: users' subclasses of the new class stay
+    original = vars(type(module)).get("converted_from")  # not inherited: users' subclasses of generated classes stay
     # A `forward` that was set on the instance after its conversion may call ours.
     if isinstance(module, SynchronizedBatchNorm) and original is not None and "forward" not in vars(module):
         object.__setattr__(module, "__class__", original)

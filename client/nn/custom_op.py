@@ -1,8 +1,8 @@
 """Operators that compute a layer under torch.compile.
 
-Inductor fuses a slice's own moments and its normalisation with their neighbours. A round is an operator of tensors and
-plain values, which the compiler keeps whole and in program order. It computes everything that the ranks share, so all
-have the same bits, compiled or not.
+Inductor fuses a slice's own moments and its normalisation with adjacent operations. A round is an operator of tensors
+and plain values, which the compiler keeps whole and in program order. It computes everything that the ranks share, so
+all ranks have the same bits, compiled or not.
 """
 
 import sys
@@ -173,8 +173,8 @@ def keep_program_order() -> None:
     Inductor orders independent operators by their memory use, which depends on the batch size: members with different
     shapes would wait for each other in different layers. Ordered effects are dependencies between operators, but torch
     2.13 stores a dependency under a buffer's name and looks it up under an operation's (`with_effects` in
-    `torch/_inductor/lowering.py`). torch's `EffectfulKernel` declares its dependencies itself, so inductor keeps its
-    place. This runs while a graph is traced: by then inductor, whose import takes seconds, is imported if it is used.
+    `torch/_inductor/lowering.py`). So rounds are lowered to torch's `EffectfulKernel`, which declares its dependencies
+    itself. This happens while a graph is traced: by then inductor, which takes seconds to import, is imported if used.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     lowerings = getattr(lowering, "lowerings", None)  # missing while another thread imports it
@@ -186,11 +186,11 @@ def keep_program_order() -> None:
 
 
 def _register_lowering(operator: OpOverload) -> None:
-    from torch._higher_order_ops.effects import _get_effect  # noqa: PLC0415 - with inductor's
+    from torch._higher_order_ops.effects import _get_effect  # noqa: PLC0415 - used with inductor only
     from torch._inductor import ir  # noqa: PLC0415 - takes seconds to import
     from torch._inductor.lowering import register_lowering  # noqa: PLC0415 - as above
     from torch._inductor.virtualized import V  # noqa: PLC0415 - as above
-    from torch.utils import _pytree as pytree  # noqa: PLC0415 - with inductor's
+    from torch.utils import _pytree as pytree  # noqa: PLC0415 - used with inductor only
 
     def boxed(value: Any) -> Any:
         return ir.TensorBox.create(value) if isinstance(value, ir.IRNode) else value
@@ -252,7 +252,7 @@ class _BatchNorm(Exchanging):
         x, weight, mask, vectors, packed, round_id = ctx.saved_tensors
         needs_input, *needs_parameters = ctx.needs_input_grad[:3]
         statistics, traced, dtype = _unpack(packed), Traced(mask), compute_type(x)
-        # The operator rounds the mean: inductor would drop a rounding before a conversion to float64.
+        # `exchange` has rounded the mean: inductor would drop a rounding that a conversion to float64 follows.
         sums = traced.sums_around(vectors[0], statistics.mean - vectors[0].double(), grad, x)
         by_input = None
         if needs_input:

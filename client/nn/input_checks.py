@@ -85,7 +85,7 @@ def is_distributed(tensor: Tensor | None) -> bool:
 
 
 def sharded_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that FSDP, version 1 (a wrapper) or 2 (another class), has sharded."""
+    """Yield the modules that FSDP has sharded; version 1 wraps a module, version 2 changes its class."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     wrappers = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule) if fsdp else ()
     for part in module.modules():

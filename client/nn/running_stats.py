@@ -41,7 +41,7 @@ class DeferredUpdate:
         return type(self), (self.chunks,)
 
     def add(self, micro_batch: ChannelMoments) -> ChannelMoments | None:
-        """Add a micro-batch; the last one of a mini-batch returns the moments of all, the others None."""
+        """Add a micro-batch; return the moments of the whole mini-batch after its last micro-batch, None before."""
         with self._lock:
             self._pending = micro_batch if self._pending is None else self._pending.merge(micro_batch)
             self._calls += 1

@@ -1,7 +1,7 @@
 """Generated classes for users' subclasses of torch's batch norm, which keep their `forward`.
 
-timm's BatchNormAct2d becomes SynchronizedBatchNormAct2d(SubclassWithForward, BatchNormAct2d, SuperForward). A
-`super().forward(x)` in the original `forward` calls `SuperForward`; its calls of `batch_norm` are overridden, see
+timm's BatchNormAct2d becomes SynchronizedBatchNormAct2d(SubclassWithForward, BatchNormAct2d, SuperForward). In the
+original `forward`, `super().forward(x)` calls `SuperForward`, and calls of `batch_norm` are overridden, see
 `client.nn.override`.
 """
 
@@ -63,7 +63,7 @@ class SubclassWithForward(SynchronizedSubclass):
     def __new__(cls, *args: Any, **named: Any) -> Any:  # noqa: D102 - as `object`'s
         new: Any = super().__new__
         layer = new(cls) if new is object.__new__ else new(cls, *args, **named)
-        vars(layer)["_bypassed"] = []  # shared with its replicas, which copy the other attributes
+        vars(layer)["_bypassed"] = []  # a list, because replicas share it, while a flag would be set on one replica
         return layer
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +166,7 @@ class SuperForward(SynchronizedBatchNorm):
 
 @input_checks.constant_in_trace
 def _warn_once(cls: Any, layer: str, *, unrelated: bool = False) -> None:
-    """Log, once per class, that its `forward` did not call the layer's `batch_norm`, or called another too."""
+    """Log once per class that its `forward` calls `batch_norm` without the layer's tensors too, or never with them."""
     problem = (
         "%s: the forward of %s also calls batch_norm without the layer's tensors; that call is not synchronised"
         if unrelated
@@ -292,7 +292,7 @@ def _picklable(metaclass: Any) -> Any:
 
 
 def _reduce_class(cls: type[nn.Module]) -> Any:
-    """Pickle a generated class by its original, and a class that a user derives from it by its name."""
+    """Pickle a generated class by its original, and a class that a user derives from it by its own name."""
     original = vars(cls).get("converted_from")
     return cls.__qualname__ if original is None else (synchronized_class, (original,))
 
@@ -319,7 +319,7 @@ def rebuilt_layer(original: type[nn.Module], chunks: int = 1) -> Any:
     return layer
 
 
-# Pickles contain these names, so they must not change with this file.
+# Pickles contain the module of these functions, so it must not change when this file moves.
 rebuilt_layer.__module__ = synchronized_class.__module__ = "client"
 
 

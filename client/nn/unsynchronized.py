@@ -40,7 +40,7 @@ def _forward(layer: Any, x: Tensor, deferred: DeferredUpdate | None) -> Tensor:
         return _forward_apart(layer, x)[0]
     if layer.training and deferred is not None:
         output, _, _ = _forward_apart(layer, x)
-        # The same moments as in synchronised calls, because a mini-batch may contain both kinds.
+        # The same moments as in synchronised calls: a mini-batch may contain synchronised and unsynchronised calls.
         if due := deferred.add(engine.moments(x.detach())):
             running_stats.update_from(layer, due)
         return output

@@ -26,7 +26,7 @@ from client.transports.transport import Transport
 MAX_WITHOUT_GRAPH = 32
 
 # The largest difference of a recomputed sum, relative to the largest sum of its vector. Kernels that add in varying
-# order differ by rounding, another batch by far more. Differences within float32's rounding count as equal.
+# order round differently; the sums of another batch differ by far more. Differences up to ROUNDING count as equal.
 TOLERANCE, ROUNDING = 1e-3, 1e-7
 
 
@@ -95,7 +95,7 @@ exchange_cache = ExchangeCache()
 
 
 def _first_of_node(call: Exchange, near: list[Exchange]) -> Exchange:
-    """Return `call`; or the next one in program order, if `call` and others with equal moments ran inside one node."""
+    """Return `call`; of several calls with equal moments inside one node, return the next one in program order."""
     first = call.positions[0]
     if not first.is_inside_node or len(call.local) > 1:  # as in `_distance_to`
         return call

@@ -85,7 +85,7 @@ class AsyncChecks:
             self.poll(flags.device)
 
     def poll(self, device: torch.device) -> None:
-        """Report the flags that have arrived; called before each round: ranks that raise do not join it."""
+        """Report the flags that have arrived; called before each round, so that a rank that raises does not join it."""
         while self._open and not _is_captured(device):
             with self._lock:
                 if not self._open or not self._open[0][0].is_filled():
@@ -113,7 +113,7 @@ async_checks = AsyncChecks()
 class TooFewValues(NamedTuple):
     """A check that the whole batch has more than one value per channel."""
 
-    flag: Tensor  # whether it has too few, shape (), bool
+    flag: Tensor  # whether it has too few, shape (), bool; from Triton's kernels all flags, which nothing reads here
     layer: str
     shape: tuple[int, ...]  # of this replica's input
 

@@ -44,7 +44,7 @@ def current_position() -> list[GraphPosition]:
 
 
 def phase_of_forward(*, needs_gradient: bool) -> str:
-    """Phase of a forward round; it differs, and the round fails, if only some ranks will run a backward round."""
+    """Phase of a forward round; if only some ranks will run a backward round, phases differ and the round fails."""
     return FORWARD if needs_gradient or not torch.is_grad_enabled() else FORWARD_WITHOUT_GRADIENT
 
 
@@ -66,7 +66,7 @@ class Exchange:
     positions: list[GraphPosition] = field(init=False, default_factory=current_position)  # also of recomputations
     has_updated_running: bool = False  # whether the forward pass has updated the layer's running statistics
     recomputed: set[int] = field(default_factory=set)  # the local replicas that a checkpoint has run a second time
-    streams: tuple[Any, ...] = ()  # of the local replicas' devices; empty on devices without streams
+    streams: tuple[Any, ...] = ()  # of the replicas' threads; empty without such threads or streams
     _passes: dict[str, int] = field(default_factory=dict)
 
     def forward(self, local: list[ChannelMoments]) -> None:
@@ -112,7 +112,7 @@ class Exchange:
 class PlainExchange(Exchange):
     """A plain call: a backend computes one slice without a mask, in one step forward and one step backward.
 
-    Second derivatives use the single steps of `engine`, whose tensors are created lazily from the call's buffers.
+    Second derivatives use the single steps of `engine`; their tensors are created from the call's buffers on first use.
     """
 
     running: Running | None = None  # to update in the forward pass; None where the layer updates them
@@ -180,6 +180,6 @@ def _passes_of(call: int) -> Iterator[int]:  # noqa: ARG001 - the cache's key
 
 
 def count_backward_pass(call: int) -> int:
-    """Count a backward pass of compiled call number `call`, from 1: such a call leaves no `Exchange` to count them."""
+    """Number, from 1, of this backward pass of compiled call number `call`; its graph has no `Exchange` that counts."""
     with _passes_lock:
         return next(_passes_of(call))

@@ -99,7 +99,7 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
 
 
 class Exchanging(torch.autograd.Function):
-    """A function that sends rounds; its errors name the transforms of torch that it does not support."""
+    """A function that runs rounds; its errors name the transforms of torch that it does not support."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:  # noqa: ARG004 - torch's signature

@@ -80,7 +80,7 @@ class Native:
         """Compute in float64 and round once."""
         grad, x = _alike(grad, x)
         gradient, weight = output_for(x), _ready_parameter(weight)
-        # The core multiplies by the slope, 0 or 1, and divides by the count. `means` have had both: the count is 1.
+        # `means` include slope and count already: the core applies the slope (0 or 1) again and divides by count 1.
         total = means.flatten(), means.new_ones(1)
         rows = torch.cat((*total, *total))
         tensors = rows, _saved(statistics, x), grad, x, gradient, weight, None, None

@@ -54,7 +54,7 @@ def check(transport: Transport, contribution: Rows, aggregate: Aggregate) -> Non
     own_place = {transport.rank: connection.member.host_and_pid if connection else host_and_pid()}
     step, gradients = reports.get(_GRADIENTS, (-1, ""))
     if not aggregate.key.is_forward:
-        if aggregate.key.step > step:  # the first round of a backward pass has the origin
+        if aggregate.key.step > step:  # only the first such round of a step shows the origin
             # A training with a GradScaler starts with such steps, so no other rank is asked for its place.
             text = _text(transport, contribution, aggregate, own_place)
             reports[_GRADIENTS] = aggregate.key.step, text

@@ -138,7 +138,7 @@ class Fused:
         is_channels_last = x.stride(1) == 1 or x.numel() == x.shape[0] * x.shape[1]
         if x.dtype in {torch.float16, torch.bfloat16} and not is_channels_last:
             grad, x = grad.float(), x.float()
-        # Only the sums for the input's gradient; those for weight and bias are a part of them.
+        # Request only the sums for the input's gradient: the gradients of weight and bias follow from them.
         first, second, *_ = torch.batch_norm_backward_reduce(grad, x, center, invstd, ones, True, False, False)  # noqa: FBT003
         first, second = first.double(), second.double()
         return torch.stack((first, second - rest * first))

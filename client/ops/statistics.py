@@ -140,7 +140,7 @@ def compute_type(x: Tensor) -> torch.dtype:
 
 
 def along_channels(values: Tensor, x: Tensor) -> Tensor:
-    """View of a vector that broadcasts along the channels of `x`."""
+    """View of a vector, shape (C,), that broadcasts with `x`, shape (N, C, *)."""
     return values.view(1, -1, *[1] * (x.dim() - 2))
 
 

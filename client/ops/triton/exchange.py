@@ -61,7 +61,7 @@ class Tiling:
         self.channel_blocks = -(-c // block_c)
         wanted = max(-(-PROGRAMS // self.channel_blocks), -(-self.tiles // MAX_STEPS), 1)
         self.steps = max(-(-self.tiles // min(wanted, MAX_PROGRAMS)), 1)  # tiles that a program of a sum adds
-        self.splits = max(-(-self.tiles // self.steps), 1)
+        self.splits = max(-(-self.tiles // self.steps), 1)  # parts of the tiles, each summed by one program
         self.blocks = -(-c // BLOCK)  # of channels, for kernels over vectors
         self.compiled: dict[Any, Any] = {}  # the kernel variants for these inputs
 

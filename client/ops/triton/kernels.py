@@ -92,11 +92,11 @@ def _write_row(row, forward, digest, count, channels, there, C, center, first, s
 @triton.jit(do_not_specialize=["digest", *COUNTS])
 def sums(dy, x, forward, partial, row, N, C, S, steps, digest: tl.int64, count: tl.float64, WRITES_ROW: tl.constexpr,
          BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """Sum x - K and (x - K)², or with a gradient dy and dy·(x - K), over one split of one block of channels.
+    """Sum x - K and (x - K)², or in a backward pass dy and dy·(x - K), over one split of one block of channels.
 
-    K is the center of `forward`. In a forward pass, where `dy` and `forward` are None, it is the mean of a channel's
-    first tile, which each program of the channel reads. If the tile has m of all n values, K is within √(n / m)
-    standard deviations of the mean for all inputs; so float32 is enough at any mean.
+    In a backward pass K is the center of `forward`. In a forward pass, where `dy` and `forward` are None, K is the mean
+    of a channel's first tile, which each program of the channel reads. If the tile has m of all n values, K is within
+    √(n / m) standard deviations of the mean for all inputs; so float32 is enough at any mean.
 
     `partial`, shape (1 + 2 * splits, C), receives K, then both sums of each split. `WRITES_ROW`: there is one split, so
     this kernel writes the row itself, and `partial` is unused. A CUDA graph replays the `digest` of its capture, on all
@@ -195,7 +195,6 @@ def finish(work, rows, weight, bias, running_mean, running_var, tracked, C, rank
     """Compute the statistics from all rows, and update the running statistics.
 
     A failed round gives NaN and updates no running statistics. An empty batch only increments `tracked`.
-
     The flags follow `rows`, see `client.ops.device_errors`: one per row and block of channels, so that none needs to be
     set to 0 first; then one per block for too few values.
     """
