@@ -19,8 +19,8 @@ class ElasticSampler(Sampler[int]):
     """Splits the unprocessed samples of an epoch among the members.
 
     For a `DataLoader(dataset, batch_size, sampler=sampler)`. Members with the same state have disjoint shares, which
-    together are all remaining samples. Do not use `drop_last`: it skips samples in each epoch, and gives members
-    different numbers of batches at a commit, which `ElasticState` reports.
+    together are all remaining samples. Do not use `drop_last`: it leaves samples of each epoch unprocessed, and then a
+    member with one batch more may commit once more than the others, which raises RoundMismatch.
 
     Args:
         dataset: only its length is used, which must be equal on all members.
@@ -32,8 +32,7 @@ class ElasticSampler(Sampler[int]):
         rank: the index of this member's share.
         world_size: the number of shares.
         indices: this member's share, in order.
-        recorded: its own batches recorded since the last split, or since `ElasticState` reported them to the other
-            members.
+        recorded: the batches that this member has recorded since the last split or commit, as lists of indices.
 
     Raises:
         TypeError: the dataset has no length.

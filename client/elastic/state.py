@@ -231,7 +231,7 @@ class ElasticState:
         return True
 
     def _load_from(self, connection: Connection, leader: int, *, with_sampler: bool) -> bool:
-        """Loads the leader's state, which must have the same parts; returns False if it was lost before."""
+        """Loads the leader's state, which must have the same parts; returns False if the leader was lost before."""
         own = serialization.pack(self._copy()) if leader == connection.rank else b""
         packed = connection.all_gather(STATE, own)
         if leader not in packed:

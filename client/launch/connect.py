@@ -38,7 +38,7 @@ logger = logging.getLogger("statsd_bn.client")
 _NAMES = "BIND CURVE ENDPOINT INSECURE JOB LOG_LEVEL NATIVE ON_NONFINITE SECRET SECRET_FILE STACKS TRACEBACK TRANSPORT"
 VARIABLES = frozenset(PREFIX + name for name in _NAMES.split())
 
-# Priority of a finalizer that runs after multiprocessing has sent its queues, since leaving may wait for other members.
+# Priority of a finalizer that runs after multiprocessing has flushed its queues: leaving may wait for other members.
 AFTER_QUEUES = -100
 
 # This user's server may just have been started in the background; it listens within a second.
@@ -93,7 +93,7 @@ def connect(
             STATSD_BN_SECRET_FILE or STATSD_BN_SECRET. TCP needs a key; for a server with --insecure, on a closed
             network, set STATSD_BN_INSECURE=1 instead.
         abort_after: how many seconds a process may remain in a collective of torch after its strict job has broken,
-            because a rank was lost, raised or called something else; then it exits with code 1. None: for ever.
+            because a rank was lost, raised an error or made a different call; then it exits with code 1. None: never.
         transport: how rows reach the other processes. "auto", in a strict job: over torch's default process group if
             that is NCCL's, has the job's ranks, and the first layer's input is on a GPU on all of them; else in shared
             memory if all processes share a host and support it; else over the server, and a line at level INFO gives
@@ -248,7 +248,7 @@ def _annotate_exceptions() -> None:
 
 
 def _leave() -> None:
-    """Leaves the job when the interpreter exits; without an error, waits for its own server's members."""
+    """Leaves the job when the interpreter exits; without an error, waits for the members of this process's server."""
     error = _final_exception()
     if connection := current_connection():
         connection.close(cause=cause_of(error))

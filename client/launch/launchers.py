@@ -2,10 +2,10 @@
 
 torchrun and Kubeflow's PyTorchJob set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which take precedence over SLURM's
 variables. srun numbers the tasks of a step and counts them (https://slurm.schedmd.com/srun.html), but names no address
-for torch's store: it is on the first host of the step, at a port computed from the job's number.
+for torch's store: it is on the first host of the step, at a port computed from the numbers of job and step.
 
-Scripts that start processes, as with `torch.multiprocessing.spawn`, pass each its rank when it initialises torch's
-process group. The group's store then replaces the launcher's.
+A script that starts its processes itself, as with `torch.multiprocessing.spawn`, initialises torch's process group with
+their ranks. The group's store then replaces the launcher's.
 """
 
 import re

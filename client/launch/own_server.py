@@ -60,7 +60,7 @@ PREFIX = "statsd_bn"
 # Growing pauses between two reads: rank 0 needs half a second, and a thousand processes may read from one store.
 FIRST_PAUSE_SECONDS, PAUSE_SECONDS = 0.01, 0.25
 ANSWER_SECONDS = 5.0  # a call may exceed its timeout by this; a store answers in milliseconds
-WARN_SECONDS = 10.0  # then at doubling intervals
+WARN_SECONDS = 10.0  # first warning; further ones at doubling intervals
 
 # Keep references: a store that is garbage-collected closes, and rank 0's closes for all. The process id is part of the
 # key because a forked child must not use its parent's store.
@@ -143,7 +143,7 @@ class StoreEntry:
     def _poll(
         self, key: str, event: str, advice: str, parse: Callable[[bytes], T | None], seconds: float = math.inf
     ) -> T:
-        """Reads a key until `parse` has a result; warns and raises ServerUnreachable with the event it waits for."""
+        """Reads a key until `parse` has a result; warnings, and ServerUnreachable at the timeout, name the `event`."""
         address = self._address
         where = f"the store at {address.host}:{address.port}" if address else "the store of the process group"
         started = time.monotonic()

@@ -1,6 +1,6 @@
 """A server that this process starts as a child process for its own job.
 
-It ends with this process, even a killed one, and when all members have left (`--parent`). A killed server restarts at
+It ends when this process ends or is killed, or when all members have left (`--parent`). A killed server restarts at
 the same endpoint, which delays the members and changes no result. It reads its keys from a pipe.
 """
 
@@ -73,8 +73,8 @@ class ServerProcess:
             self._process.kill()
 
     def wait_for_members(self) -> None:
-        """Waits until all members have left, up to the timeout."""
-        # A forked child inherits the list, but not the servers.
+        """Waits until all members have left, up to `leave_timeout` seconds."""
+        # A forked child inherits `_started`, but not the servers in it.
         if os.getpid() != self._owner:
             return
         silent = min(WARN_SECONDS, self._leave_timeout)
@@ -122,7 +122,7 @@ class ServerProcess:
                     logger.error("%s; it is not restarted again, so its members will time out", problem)
                     break
                 logger.warning("%s; restarting it%s", problem, f" in {pause:g} s" if pause else "")
-                # Without the folder members conclude that the job has ended. The next start reports problems.
+                # Without the folder members conclude that the job has ended. If this fails, the next start reports why.
                 with suppress(ConfigurationError):
                     self._make_folder()
                 if self._stopping.wait(pause):

@@ -1,6 +1,6 @@
 """Channel pools, which lend channels to threads; one thread at a time uses a channel, as ZeroMQ requires.
 
-`ZmqChannelPool` uses sockets; a process alone in its job has an `InProcessChannelPool`.
+`ZmqChannelPool` uses sockets; `InProcessChannelPool` needs no server, for a process alone in its job.
 """
 
 import math
@@ -26,13 +26,13 @@ from statsd_bn.reduction import join_in_order, sum_in_order
 from statsd_bn.round_key import GATHER
 from statsd_bn.wire import decode, encode
 
-SHORT_MILLISECONDS = 2  # of the first, cheap wait, which suffices for most rounds
+SHORT_MILLISECONDS = 2  # timeout of the first, cheap wait, which suffices for most rounds
 WATCH_SECONDS = 0.1  # interval at which a longer wait checks for a reconnect, after which sent frames may be lost
 
 LINGER_MILLISECONDS = 1000  # timeout for the last frames to leave when the connection closes
 CLOSE_SECONDS = 3.0  # timeout of closing a pool, and of the probe of a silent server
 
-CONNECT_MILLISECONDS = 1000  # timeout of an attempt; TCP itself repeats a lost first packet after 1, 3 and 7 s
+CONNECT_MILLISECONDS = 1000  # timeout of an attempt to connect; TCP itself resends a lost SYN after 1, 3 and 7 s
 # Pause before the heartbeats' socket reconnects; the server declares a member lost 300 ms after a disconnect.
 RECONNECT_MILLISECONDS = 50
 
@@ -58,7 +58,7 @@ class Channel:
         if kind is None:
             self.idle.append(self)
             return
-        self.close()  # it may still deliver the answer to this request
+        self.close()  # if reused, it could deliver the late answer to this request
         if isinstance(error, zmq.ContextTerminated):
             raise _closed() from error
 
@@ -96,7 +96,7 @@ class ChannelPool:
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
-        self._idle: deque[Channel] = deque()  # its ends are thread-safe without a lock
+        self._idle: deque[Channel] = deque()  # `append` and `pop` are thread-safe without a lock
 
     def channel(self) -> Channel:
         """Lend a channel to the calling thread, for a `with` block."""
@@ -109,11 +109,11 @@ class ChannelPool:
         return channel
 
     def heartbeat_socket(self) -> "HeartbeatSocket | None":
-        """Open a socket for heartbeats, to be closed before the pool; None for a server in this process."""
+        """Open a socket for heartbeats, to be closed before the pool; None without a server."""
         return None
 
     def diagnose_silence(self, seconds: float) -> str:
-        """Return the text of an error about a server that has not answered for so long."""
+        """Return the text of an error about a server that has not answered for `seconds`."""
         return format_no_answer(self.endpoint, seconds)
 
     @property
@@ -162,7 +162,7 @@ class ZmqChannelPool(ChannelPool):
         return path is not None and path.parent.name.startswith(endpoints.JOB_PREFIX) and not path.parent.exists()
 
     def diagnose_silence(self, seconds: float) -> str:
-        """Try a plain connection, for a few seconds at most, and return its findings."""
+        """Try a plain connection, for `CLOSE_SECONDS` at most, and return an error text with its result."""
         found = [super().diagnose_silence(seconds)]
         _run_briefly("statsd_bn probe", lambda: found.append(explain_no_answer(self.endpoint, seconds, socket)))
         return found[-1]
@@ -230,7 +230,7 @@ class _ZmqChannel(Channel):
         return self._receive(_NOBLOCK)
 
     def close(self, linger: int | None = None) -> None:
-        with suppress(zmq.ZMQError):  # of a terminated context
+        with suppress(zmq.ZMQError):  # if the context is terminated
             self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger)
@@ -282,7 +282,7 @@ class HeartbeatSocket:
         return bool(self._socket.poll(0, zmq.POLLOUT))
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a connection, a frame, a `wake` or the timeout; return whether it has connected."""
+        """Wait for a connection, a frame, a `wake` or the timeout; return whether the socket has connected."""
         ready = dict(self._poller.poll(max(0, math.ceil(seconds * 1000))))
         with suppress(BlockingIOError):
             self._reader.recv(64)
@@ -293,7 +293,7 @@ class HeartbeatSocket:
         return self._drain(self._socket)
 
     def wake(self) -> None:
-        """End a `wait`; from any thread."""
+        """End a `wait`; any thread may call this."""
         with suppress(OSError):  # a full buffer wakes the thread anyway; no thread waits on a closed socket
             self._writer.send(b"\0")
 

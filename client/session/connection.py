@@ -102,7 +102,7 @@ class Connection:
         """The current transport of rows to the other members of the job.
 
         "server" at first; from the second round on "shared_memory" if all share a host, or "process_group" for torch's
-        default process group; "in process" without other members.
+        default process group; "in process" without a server.
         """
         if self.is_in_process:
             return IN_PROCESS
@@ -195,7 +195,7 @@ class Connection:
     def is_alone(self, group: Group | str | None) -> bool:
         """Whether this process is and stays the only member of a group; False while that is unknown."""
         if self._host_group is None and isinstance(group, str):
-            groups.check_group(group)  # torch.compile traces this, but no gather: the first round resolves the group
+            groups.check_group(group)  # torch.compile cannot trace a gather: the first round resolves the group
             group = None
         return self.group(group).size == 1 and not self.member.is_elastic
 
@@ -256,9 +256,9 @@ class Connection:
     def all_gather(self, name: str, data: bytes) -> dict[int, bytes]:
         """Gather the bytes of all members of the job.
 
-        All members call it in the same order among their rounds. A paused member, see `client.join`, rejoins for it, as
-        for every new round, and waits until all have. It takes one round trip if each member has 8 KiB at most (less
-        with more than 31 members). Longer data take one more for each 512 KiB of all members together.
+        All members call it in the same order among their rounds. A paused member, see `client.join`, first rejoins, as
+        before every new round, and waits until all members have. One round trip suffices if each member has 8 KiB at
+        most (less with more than 31 members). Longer data take one more for each 512 KiB of all members together.
 
         Args:
             name: of the gathered data, the same on every member and distinct from the layers' names.
@@ -286,7 +286,7 @@ class Connection:
     def _begin_round(
         self, layer: str, key: RoundKey | None, group: Group, phase: str, *, is_counted: bool = True
     ) -> Round:
-        """Begin a round; rounds of layers and users are counted."""
+        """Begin a round; `is_counted` is False for the gathers that prepare transports, groups and `client.join`."""
         if self._closed or os.getpid() != self._process:
             self._check_usable()
         session = self._sessions.get(group)
@@ -364,7 +364,7 @@ class Connection:
             )
 
 
-# A process has at most one. Without one its layers use torch's default process group, or only the process's replicas.
+# The current connection. Without one, layers use torch's default process group, or only this process's replicas.
 _current: Connection | None = None
 
 

@@ -17,7 +17,7 @@ from statsd_bn.messages import WORLD
 from statsd_bn.text import escape
 
 LOCAL = "local"  # specification of the group of this host's members
-HOSTS = "statsd_bn hosts"  # gather in which members compare their machines if no launcher counts the members of a host
+HOSTS = "statsd_bn hosts"  # name of the gather of machine IDs, needed if no launcher counts the members of a host
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs between hosts and their clones; containers share it
 _ONE_PROCESS = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}  # environment of a launcher of one process
 

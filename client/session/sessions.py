@@ -1,7 +1,7 @@
 """Sessions: this process's registrations in its groups, and the thread that sends their heartbeats.
 
 A registration is made when the group is first used. The heartbeats show the server that this process is alive; their
-thread also answers its stack requests. ZeroMQ's own heartbeats would not do: ZeroMQ sends them even if Python is stuck.
+thread also answers the server's stack requests. ZeroMQ's own heartbeats would not do: they continue if Python hangs.
 """
 
 import logging
@@ -36,7 +36,7 @@ class _Entry:
 
     session: Session
     opened: Future[None] = field(default_factory=Future)
-    is_open: bool = False  # until the connection closes; in an open group a round needs no lock
+    is_open: bool = False  # whether both group and connection are open: then a round needs no lock
 
 
 class Sessions:

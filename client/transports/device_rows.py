@@ -1,6 +1,6 @@
 """Rows that stay on their device: of replicas of one process, or of ranks that gather them by a backend such as NCCL.
 
-Nothing here waits for a device: a round's error flags are a tensor too, and `client.ops.device_errors` reads it later.
+A round here waits for no device: its error flags are a tensor too, and `client.ops.device_errors` reads them later.
 
 All ranks of a process group must gather on devices, or all on hosts. They agree on it over the host before a layer's
 first round, and thereby detect ranks that call another layer or have another number of channels. Later rounds carry the
@@ -33,7 +33,7 @@ _all_gather: Any = getattr(distributed, "all_gather_single", None) or distribute
 _AGREEMENT = "first "  # prefix of the phase of the round in which the ranks agree
 
 Count = int | Tensor
-"""Values per channel, an exact integer: an int if the host knows it, else of shape (), float64."""
+"""Values per channel, an exact integer: an int if the host knows it, else a float64 tensor of shape ()."""
 
 Write = Callable[[int], tuple[Tensor, Tensor]]
 """Writes this rank's message with a digest; returns the message, and the output for the messages of all ranks."""
@@ -93,7 +93,7 @@ class DeviceAggregate:
     values: Tensor  # shape (vectors, C)
     rows: Tensor  # shape (rows, 1 + vectors * C): the count, then the values
     ranks: list[int]  # of the rows, in order; all have the same number of rows
-    mismatched: Tensor | None = None  # which ranks were in another round, shape (ranks,), bool; None if impossible
+    mismatched: Tensor | None = None  # ranks in another round: shape (ranks,), bool; None without other ranks
 
 
 def may_use_devices(transport: Transport, x: Tensor) -> bool:
@@ -178,7 +178,7 @@ def run(
 def run_row(transport: Transport, write: Write, key: RoundKey | None = None, phase: str = FORWARD) -> RoundKey:
     """Run a round with the message that `write` computes with the round's digest, and return the round's key."""
     if not isinstance(transport, ProcessGroupPipe):
-        write(0)  # there is no other rank to compare digests
+        write(0)  # no other rank compares digests
         return key or transport.key(0, 0, phase)
     group = group_of(transport)
     rounds = rounds_of(group)

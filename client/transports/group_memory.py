@@ -117,7 +117,7 @@ class GroupMemory(ctypes.Structure):
         replicas, vectors, channels = values.shape
         self._sum = np.empty((vectors, channels))
         self._total = _Buffer.from_buffer(self._sum)
-        counts, bits = _PACK[replicas](*rows.counts), values.tobytes()  # usually quicker than taking its address
+        counts, bits = _PACK[replicas](*rows.counts), values.tobytes()  # usually quicker than taking an address
         state: int = self._round(
             self._at, digest, counts, bits, replicas, vectors, channels,
             self._total, int(1e9 * now), int(1e9 * seconds),
@@ -146,8 +146,8 @@ class GroupMemory(ctypes.Structure):
         self._core.sbn_escalate(self._at)
 
     def gathered_rows(self) -> tuple[list[int], list[int], FloatArray]:
-        """Copy the rows of a completed turn, before this member arrives at the next one, in member order."""
-        # The count of each row, the number of rows of each member, and the values, shape (rows, vectors, channels).
+        """Copy the rows of a completed turn, in member order; call it before this member arrives at the next turn."""
+        # Returns the count of each row, each member's number of rows, and the values, shape (rows, vectors, channels).
         counts, replicas = np.empty(self.rows, np.uint64), np.empty(self.members, np.uint64)
         values = np.empty((self.rows, self.vectors, self.channels))
         self._core.sbn_rows(self._at, *map(_Buffer.from_buffer, (replicas, counts, values)))

@@ -1,9 +1,9 @@
 """Negotiation of a strict group's transport: shared memory, torch's default process group, or the server.
 
-It takes one or two rounds over the server after the group's first round, which has reported late members. In round one
-each member says whether it accepts the process group, and whether it can share memory; the first member offers some.
-The negotiation ends there if all accept the process group, or if one refuses memory. In round two each member says
-whether it has received the memory: equal host names would prove nothing.
+It takes one or two rounds over the server after the group's first round, in which the server reports late members. In
+round one each member says whether it accepts the process group, and whether it can share memory; the first member
+offers some. The negotiation ends there if all accept the process group, or if one refuses memory. In round two each
+member says whether it has received the memory: equal host names would prove nothing.
 """
 
 import logging

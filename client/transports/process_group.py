@@ -146,7 +146,7 @@ class ProcessGroupPipe(Transport):
             raise
 
     def begin(self, rounds: Rounds, key: RoundKey | None, phase: str) -> RoundKey:
-        """Begin a round that `Connection.round` does not run, and return its key; with the lock held."""
+        """Begin a round that `Connection.round` does not run, and return its key; the caller holds `rounds.lock`."""
         if connection := rounds.connection:
             connection.raise_if_broken()
             connection.rounds += 1
@@ -220,7 +220,7 @@ def all_gather(process_group: NamedProcessGroup, name: str, message: bytes) -> d
 _rounds: "WeakKeyDictionary[Any, Rounds]" = WeakKeyDictionary()
 
 
-# Default process groups that this forked child has inherited, and the process that made each and has its sockets.
+# Default process groups that this forked child has inherited, and the ID of the process that owns each one's sockets.
 _inherited: dict[Any, int] = {}
 
 
@@ -303,7 +303,7 @@ def gather_numbers(group: Any, key: RoundKey, shape: tuple[int, ...], number: in
 def _gather_messages(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first: Words) -> Words:
     """Gather the messages of all ranks; raise RoundMismatch, on all ranks, unless their rounds and shapes are equal."""
     rounds = rounds_of(group)
-    if not rounds.places:  # takes no longer than the wait for the first round
+    if not rounds.places:  # the first round waits for all ranks in any case
         ranks = distributed.get_process_group_ranks(group)
         rounds.places.update(zip(ranks, _gather_texts(group, host_and_pid()), strict=True))
     head = np.array([c_int64(key_digest(key)).value, nr_rows, *shape], np.int64)
@@ -354,7 +354,7 @@ def _gather_texts(group: Any, text: str) -> list[str]:
 
 
 def _gather(group: Any, words: Words) -> Words:
-    """Gather the ranks' messages, shape (ranks, words or more)."""
+    """Gather the ranks' messages, shape (ranks, n), padded to n >= len(words)."""
     size = MIN_WORDS
     while size < len(words):
         size *= 2

@@ -101,7 +101,7 @@ class Rounds:
             connection.close_callbacks.append(self._drain_device)
 
     def report_non_finite(self, aggregate: Aggregate) -> None:
-        """Report the first aggregate of each phase that is not finite to the job's server; all ranks log it."""
+        """Report the first non-finite aggregate of each phase to the job's server; all ranks log it."""
         key, job = aggregate.key, self._job
         if job is None or key.phase in self._reported or job.closed:
             return
@@ -114,7 +114,7 @@ class Rounds:
 
     @contextmanager
     def watched(self, key: RoundKey, rows: Rows = NO_ROWS) -> Iterator[None]:
-        """Escalate a round on the host to the server if it is slow; with the lock held."""
+        """Escalate a round on the host to the server if it is slow; the caller holds `lock`."""
         self.is_counted = False
         if self.connection:
             self.connection.raise_if_broken()
@@ -143,7 +143,7 @@ class Rounds:
 
     def _escalate(self, work: Any, connection: Connection, key: RoundKey, rows: Rows) -> None:
         session = connection.session(None)
-        if self._previous:  # another rank may have escalated it, and not yet reported its end
+        if self._previous:  # another rank may have escalated that round, and not yet reported its end
             session.round_done(self._previous)
         trip = connection.round_trip(session, key, rows)
         with connection.channel_pool.channel() as channel:

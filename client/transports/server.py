@@ -101,7 +101,7 @@ def query_places(channel: Channel, job: str) -> dict[int, str]:
 
 
 def places_in_report(report: dict[str, Any], job: str) -> dict[int, str]:
-    """Places of a job's members in a status report: of present members, and of others in its non-finite texts."""
+    """Places of a job's members in a status report: of present members, and of those named in its non-finite texts."""
     found: dict[int, str] = {}
     for group in _items(report.get("groups"), dict):
         if group.get("job") == job and group.get("group") == WORLD:

@@ -104,7 +104,7 @@ def _in_memory(
             # A member that leaves a round early is out of step with the others for good.
             memory.abandon()
             raise
-    # After the lock: the other members may first need a round of another thread of this member.
+    # Without the lock: the other members may first need a round of another thread of this member.
     return found if isinstance(found, Aggregate) else connection.run(found)
 
 

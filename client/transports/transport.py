@@ -41,7 +41,7 @@ class Transport:
         raise NotImplementedError
 
     def run_row(self, row: NativeRow, /, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RoundKey:
-        """Like `run_slave`, for a row to be computed; returns the round's key if the native core finished the pass."""
+        """Like `run_slave` for a row not yet computed; returns the round's key if the native core finished the pass."""
         return self.run_slave(row.measured(), key, phase)
 
     @property

@@ -16,7 +16,7 @@ from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray
 
 VALUE_BYTES = 8
-MAX_BYTES = 2**40  # that a member may announce, two million rounds; memory is allocated as bytes arrive
+MAX_BYTES = 2**40  # of one member, in two million rounds; memory is allocated as bytes arrive
 
 # A member's values in the first round: its number of bytes, the number of data values in this round, then at most
 # FIRST_VALUES data values. Small data needs no second round.

@@ -14,7 +14,7 @@ from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import StackRequest
 
 AWAY_SECONDS = 10.0  # outage of the server after which ranks that bypass it log a warning
-UNUSED_SECONDS = 60.0  # a job without a round for this long logs a warning; loading data and compiling come first
+UNUSED_SECONDS = 60.0  # after the job opened, warn if no layer has begun a round; loading data and compiling come first
 
 
 class HeartbeatScheduler:
@@ -103,7 +103,7 @@ class HeartbeatScheduler:
         return frames
 
     def timing_frames(self, now: float, sessions: Iterable[Session]) -> list[bytes]:
-        """Frames with the durations of rounds, and the members' lateness in them."""
+        """Frames with the durations of rounds, and this member's lateness in them."""
         known = [session for session in _registered(sessions) if session.member_token in self._announced]
         return [frame for session in known for frame in session.timing_frames(now)]
 
@@ -114,8 +114,8 @@ class HeartbeatScheduler:
         for session in _registered(sessions):
             if mine := session.on_unsolicited(frame):
                 replies += mine
-                # A heartbeat tells the restarted server of this connection; otherwise the server would use the
-                # session's latest one, which may be closed. One suffices, although a server repeats its request.
+                # A heartbeat tells the restarted server of this connection; otherwise the server would use the channel
+                # of the session's latest message, which may be closed. One heartbeat suffices for repeated requests.
                 if session.member_token not in self._resent:
                     self._resent.add(session.member_token)
                     self._announced.pop(session.member_token, None)

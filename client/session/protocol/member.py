@@ -42,7 +42,7 @@ class Member:
     world_size: int
     round_timeout: float
     host_and_pid: str
-    min_members: int = 0  # with how few members an elastic group continues; 0 for a strict group
+    min_members: int = 0  # least number with which an elastic group continues; 0 for a strict group
     join_timeout: float | None = None  # for the members to register; None: `round_timeout`
     abort_after: float | None = DEFAULT_ABORT_AFTER  # None: never abort
     reports_stacks: bool = True
@@ -65,7 +65,7 @@ class Member:
         return self.round_timeout if self.join_timeout is None else self.join_timeout
 
     def in_group(self, name: str, size: int) -> "Member":
-        """Return this member as one of another group of the job."""
+        """Return this member as a member of another group of the job."""
         return replace(self, group=name, world_size=size, min_members=min(self.min_members, size))
 
 

@@ -10,7 +10,7 @@ from statsd_bn.text import error_summary, error_text, strip_traceback
 
 logger = logging.getLogger("statsd_bn.client")
 
-# Timeout of an answer, and the pause between two questions while members are missing. A server answers a registration
+# Timeout of an answer, and the pause between two requests while members are missing. A server answers a registration
 # in milliseconds; a loaded network may take seconds.
 ANSWER_SECONDS = 5.0
 RETRY_SECONDS = 1.0  # pause before a request is repeated, in case it or its answer was lost

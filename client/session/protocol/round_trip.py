@@ -104,7 +104,7 @@ class RoundTrip:
         return [*self._session.resync_frames(), *self._retry(now)]
 
     def _contribution(self) -> Sequence[bytes]:
-        """The contribution; before it the latest RoundDone again, until an aggregate answers a frame after that."""
+        """The contribution, after the latest RoundDone if no aggregate has acknowledged that yet."""
         contribution = self._session.contribution(self._key, self._rows, self._attempt)
         self._round_done = self._session.last_round_done.frame
         return (self._round_done, contribution) if self._round_done else (contribution,)

@@ -26,7 +26,7 @@ ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 Actions: TypeAlias = tuple[Sequence[bytes], float, ResultT | None]
 """Next actions of a state machine: the frames to send, in order; the time for a `step` without a frame, unless one
-arrives before; and the result, None until the end. A plain tuple, because every round makes two."""
+arrives before; and the result, None until the end. A plain tuple, because every round makes two of them."""
 
 
 class StateMachine(Protocol[ResultT_co]):
@@ -36,11 +36,11 @@ class StateMachine(Protocol[ResultT_co]):
         """Begin; called before any `step`."""
 
     def step(self, now: float, frame: bytes | None) -> Actions[ResultT_co]:
-        """Handle a frame; or None at the timeout, and after a reconnect."""
+        """Handle a frame; it is None at the timeout, and after a reconnect."""
 
 
 class LastRoundDone:
-    """The latest RoundDone of this process, in any group; one for all its sessions."""
+    """The latest RoundDone of this process, in any group; shared by all its sessions."""
 
     # It is sent again before the next contribution. If it were lost with a connection, the server would count this
     # member as waiting in the finished round while it waits in another, and report a false deadlock.
@@ -57,8 +57,8 @@ class LastRoundDone:
 class StepCounter:
     """Counts a member's steps, and each layer's calls within the step, alike on all members."""
 
-    # A step begins with the first forward round after a backward round. A backward round keeps the key of its forward
-    # round, even in a later step.
+    # A step begins with the first forward round, or gather, after a backward round. A backward round keeps the key of
+    # its forward round, even in a later step.
 
     def __init__(self) -> None:
         self.step = 0
@@ -99,7 +99,7 @@ class Session:
         self.members = NO_MEMBERS
         self.transport = TransportState()
         self.times = DurationReporter(member.world_size)
-        # Delay behind all other members, each time that it was the last in a round that bypassed the server.
+        # This member's delay behind all others, each time that it was the last in a round that bypassed the server.
         self.lateness = DurationReporter(member.world_size)
         self._keys: dict[tuple[str, str], RoundKey] = {}  # validated once per layer
         if member.is_elastic:
@@ -134,7 +134,7 @@ class Session:
         """Frames that register the member with a restarted server and send it the latest aggregates."""
         # Another member may still wait for an answer that this one has and that was lost with the old server. These
         # aggregates suffice: no member is further behind, since no round ends without all contributions.
-        # Register first: this announces the least number of results that the server then waits for.
+        # Encode Register first: the server waits for the number of results in it, and other threads may add results.
         frames = [self.register()]
         return frames + [encode(messages.Result(self.member_token, result)) for result in tuple(self._results)]
 
@@ -189,7 +189,7 @@ class Session:
         message = self._read(frame, None)
         if not self._is_registered(message):
             return None
-        # A member that rejoins begins at a step above its last one, so this answers an earlier request.
+        # The answer to a rejoin raises `first_step`, which ends REJOINING; any other belongs to an earlier request.
         is_stale = self.participation is Participation.REJOINING and not message.missing
         return None if is_stale else message
 
@@ -230,7 +230,7 @@ class Session:
         return []
 
     def _record_conflict(self, error: DuplicateMember) -> None:
-        """Record for good that another process has this rank; the next contribution may reach another server."""
+        """Record for good that another process has this rank: a server that replaces this one would not know it."""
         # Rounds may have ended with the other process's rows. A later server would take them for this member's, since
         # an aggregate lists ranks, not processes. A member that was in no open group waits for no round.
         member, fields = self.member, error.fields
