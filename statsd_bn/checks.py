@@ -70,7 +70,7 @@ def check_token(name: str, value: object) -> None:
 
 
 def check_array(name: str, values: Any, dimensions: int) -> None:
-    """Raises ProtocolError unless `values` is a float64 array of so many dimensions."""
+    """Raises ProtocolError unless `values` is a float64 array with this number of dimensions."""
     if not (isinstance(values, np.ndarray) and values.dtype == _FLOAT64 and values.ndim == dimensions):
         got = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
         raise ProtocolError(f"{name}: expected float64 of {dimensions} dimensions, got {got}")

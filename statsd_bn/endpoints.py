@@ -22,10 +22,10 @@ from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ServerUn
 from statsd_bn.text import error_text
 
 MAX_PORT, MAX_DIGITS = 65_535, 5
-SOCKET = "server"  # its name in this user's folder, and in the folder of one job
+SOCKET = "server"  # file name of the socket in this user's folder, and in the folder of one job
 MAX_PATH_BYTES = 103 if sys.platform == "darwin" else 107  # of a Unix socket, without the terminating zero
 
-# The system's folder of users' runtime folders. In a login session XDG_RUNTIME_DIR names this user's folder.
+# Contains one runtime folder per user. In a login session XDG_RUNTIME_DIR names this user's folder.
 RUNTIME_FOLDERS = Path("/run/user")
 
 # Folder of one job's server, removed together with the socket; in SHORT_FOLDER if its default path is too long.
@@ -35,8 +35,8 @@ SHORT_FOLDER = "/tmp"  # noqa: S108 - a folder with a random name is made in it
 
 def check_endpoint(endpoint: str, name: str = "endpoint") -> None:
     """Raises ConfigurationError unless an endpoint is `tcp://HOST:PORT` or `ipc://PATH`."""
-    # ZeroMQ takes a port modulo 65,536 and ignores letters after it. It also accepts `ipc://*` and Linux's abstract
-    # sockets (`ipc://@NAME`), but no folder protects those: every user of the host can connect.
+    # ZeroMQ takes a port modulo 65,536 and ignores letters after it. It also accepts `ipc://*`, a random path, and
+    # Linux's abstract sockets (`ipc://@NAME`), to which every user of the host can connect.
     scheme, separator, address = endpoint.partition("://")
     if not separator or scheme not in {"tcp", "ipc"} or not address:
         raise ConfigurationError(f"{name}: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r}")
@@ -51,7 +51,7 @@ def check_endpoint(endpoint: str, name: str = "endpoint") -> None:
 
 
 def is_port(port: str) -> bool:
-    """Returns whether a text is a number of a port."""
+    """Returns whether a text is a valid port number."""
     return port.isascii() and port.isdecimal() and len(port) <= MAX_DIGITS and int(port) <= MAX_PORT
 
 
@@ -134,7 +134,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def user_folders(environ: Mapping[str, str]) -> list[Path]:
-    """Returns the possible paths of this user's folder: in the user's runtime folder, else in the temporary folder."""
+    """Returns the possible paths of this user's folder: in the user's runtime folders, last in the temporary folder."""
     # XDG_RUNTIME_DIR is ignored if it names another user's folder, as after `su`.
     folders = []
     for parent in dict.fromkeys((Path(environ.get("XDG_RUNTIME_DIR", "")), RUNTIME_FOLDERS / str(os.getuid()))):
@@ -230,7 +230,7 @@ _WRONG_KEY = 0x11000001
 MAX_CLOSED = 3
 MAX_CLOSED_SECONDS = 2.0
 
-PROBE_SECONDS = 1.0  # ZeroMQ has tried for seconds by then; a working network takes milliseconds
+PROBE_SECONDS = 1.0  # ZeroMQ has tried for seconds before the probe; a working network takes milliseconds
 
 START_ADVICE = "Is `python -m server` running there? Start it, or correct the endpoint."
 NETWORK_ADVICE = "Check the address, the port and the firewall: not even a refusal came back."
@@ -261,7 +261,7 @@ class HandshakeMonitor:
         elif self.has_succeeded or closed < MAX_CLOSED or seconds < MAX_CLOSED_SECONDS:
             return None
         elif self._has_key:
-            # A server without --curve usually says so in its greeting, but may be gone before the client reads it.
+            # A server without --curve says so in its greeting, but may close the connection before the client reads it.
             likely = "its key is probably not the one this client expects, or it was started without --curve"
             what, reason = f"the server closed {closed} handshakes; {likely}", "wrong server key"
         else:

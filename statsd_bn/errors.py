@@ -84,7 +84,7 @@ class StaleEpoch(RegistrationRefused, code="stale_epoch"):
 
 
 class GroupIncomplete(RegistrationRefused, code="group_incomplete"):
-    """Members were missing at the deadline, at the start of a group, or when members rejoined.
+    """Members were missing at the deadline for a group to open, or for members to rejoin.
 
     Fields: job, group, size, present, missing. The last two are lists of ranks; only the group "world" has `missing`.
     """
@@ -105,7 +105,7 @@ class LimitExceeded(StatsdBNError, code="limit"):
 class RoundFailed(StatsdBNError, code="round_failed"):
     """A round failed for all its members. Fields: the parts of its key.
 
-    If a member raised instead of passing its value to `mp_sync`: member, cause.
+    Subclasses call these fields "the key's". If a member raised instead of sending its `mp_sync` value: member, cause.
     """
 
 
@@ -115,8 +115,8 @@ class RoundMismatch(RoundFailed, code="mismatch"):
     The fields depend on the mismatch:
 
     - contributions with different shapes: the key's, expected, got, member;
-    - a deadlock: the key's (only job and group while a group fills); places, the number of places where ranks wait;
-      table, an entry for each of the first places, those with most members first. An entry has members, nr_members,
+    - a deadlock: the key's (only job and group for a rank outside of a round); places, the number of places where ranks
+      wait; table, entries for the places with the most members, in descending order. An entry has members, nr_members,
       seconds and group; for a round also step, layer, call and phase, for a collective of torch also stack;
     - replicas of one process: replicas;
     - values or keys of `mp_sync`: none.

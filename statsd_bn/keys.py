@@ -24,7 +24,7 @@ SERVER_PUBLIC = Path("server.key")
 SERVER_SECRET = Path("server.key_secret")
 PUBLIC_FOLDER = Path("clients")
 SECRET_FOLDER = Path("secrets")
-PUBLIC_SUFFIX, SECRET_SUFFIX = ".key", ".key_secret"  # of the client's name
+PUBLIC_SUFFIX, SECRET_SUFFIX = ".key", ".key_secret"  # after the client's name
 DEFAULT_CLIENT = "client"
 
 PUBLIC, SECRET, SERVER, JOBS, TENANT = "public-key", "secret-key", "server-key", "jobs", "tenant"
@@ -54,7 +54,7 @@ class ClientKeys:
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """Keys of a server for one client, passed to its process without a file."""
+    """Keys of a server that serves one client, passed to the server's process without a file."""
 
     pair: KeyPair
     client: str
@@ -67,12 +67,12 @@ class ServerKeys:
 
 
 def to_toml(**values: str) -> str:
-    """Returns a file of names and values, which contain neither quotes nor backslashes."""
+    """Returns TOML text of names and values; the values must contain neither quotes nor backslashes."""
     return "".join(f'{name.replace("_", "-")} = "{value}"\n' for name, value in values.items())
 
 
 def check_name(name: str) -> str:
-    """Returns a client's name."""
+    """Returns a client's name; raises ConfigurationError if it is not valid."""
     if not CLIENT_NAME.fullmatch(name):
         raise ConfigurationError(
             f"client: expected a name of 1 to 64 letters, digits and . _ -, which begins with a letter or digit, "
@@ -82,7 +82,7 @@ def check_name(name: str) -> str:
 
 
 def load_client(path: str | Path) -> ClientKeys:
-    """Returns a client's keys from its file, or those of the client named "client" from the folder of `keygen`."""
+    """Returns a client's keys from its file; from a folder of `keygen`, the keys of the client named "client"."""
     path = Path(path)
     if path.is_dir():
         path = path / SECRET_FOLDER / f"{DEFAULT_CLIENT}{SECRET_SUFFIX}"
@@ -97,7 +97,7 @@ def load_server(folder: str | Path) -> KeyPair:
 
 
 def parse_server(text: str, source: str) -> ServerKeys:
-    """Returns the keys of a server for one client."""
+    """Returns the keys in a text that `ServerKeys.text` made."""
     entries = parse(source, text)
     name = check_name(str(entries.get(CLIENT, "")))
     return ServerKeys(_pair(source, entries), name, key_in(source, entries, CLIENT_KEY))
@@ -143,7 +143,7 @@ def parse(source: Path | str, text: str) -> Mapping[str, Any]:
     try:
         return tomllib.loads(text)
     except ValueError:
-        # The reason may quote the file, so it is neither reported nor chained.
+        # The parser's message may quote the file, so it is neither reported nor chained.
         raise _no_keys(source) from None
 
 

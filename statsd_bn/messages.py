@@ -20,10 +20,10 @@ from statsd_bn.round_key import RoundKey
 from statsd_bn.skew import check_figures
 
 WORLD = "world"  # the group of all members of a job, numbered from 0
-NO_SERVER = bytes(limits.TOKEN_BYTES)  # the server id of a member that has met no server
+NO_SERVER = bytes(limits.TOKEN_BYTES)  # the server id of a member that has not been registered yet
 
-# Torch collectives with a known end. The first three end on all ranks at about the same time; DistributedDataParallel
-# starts a forward pass with the last.
+# Kinds of torch collectives. All ranks leave the first three at about the same time; BUFFERS is the broadcast at the
+# start of DistributedDataParallel's forward pass.
 BARRIER, ALL_REDUCE, ALL_GATHER, BUFFERS = "barrier", "all_reduce", "all_gather", "buffers"
 
 
@@ -68,7 +68,7 @@ Counter = Annotated[int, integer_in(0, limits.MAX_COUNTER)]
 
 
 def digest(token: bytes) -> bytes:
-    """Returns the digest that names a session in the server's messages, as long as a token."""
+    """Returns the digest that names a session in the server's messages; it has the length of a token."""
     # A session is a secret: its holder can speak for the member, so it travels only from the member to the server.
     return blake2b(token, digest_size=limits.TOKEN_BYTES, person=b"sbn session").digest()
 
@@ -108,7 +108,7 @@ class Register(Checked, number=1):
     step: Counter = 0  # the member's current step
     first_step: Counter = 0  # the first step that it takes part in, as the server assigned it
     results: Annotated[int, integer_in(0, limits.CACHED_ROUNDS)] = 0  # how many it can send to a restarted server
-    known: Members = NO_MEMBERS  # the group's members as last heard
+    known: Members = NO_MEMBERS  # the group's members, as the server last reported them
 
     @property
     def was_in_group(self) -> bool:
@@ -150,7 +150,7 @@ class Leave(Checked, number=5):
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Checked, number=9):
-    """A sign of life of a member that has nothing else to send. No answer, unless the session is unknown."""
+    """A sign of life of a member that has nothing else to send. The answer, if any, is a Failure."""
 
     session: Token
     step: Counter = 0
@@ -184,7 +184,7 @@ class StackReport(Checked, number=13):
 
 
 def format_missing_members(group: str, size: int, present: Members, missing: int) -> str:
-    """Returns the members that a group waits for, as text: their ranks in the world, their number in other groups."""
+    """Returns the members that a group waits for, as text: the ranks in "world", only the number in other groups."""
     if group == WORLD and len(present) + missing == size:
         return format_ranks(Members.of(set(range(size)).difference(present)))
     besides = f" besides {format_ranks(present)}" if present else ""
@@ -218,12 +218,12 @@ class Contribution:
         return made
 
 
-@dataclass(slots=True, eq=False)  # not frozen, as a Contribution
+@dataclass(slots=True, eq=False)  # not frozen, like a Contribution
 class Aggregate:
     """The sum of all rows of one round, the same bytes for every member.
 
     Attributes:
-        replicas: rows in the sum.
+        replicas: number of rows in the sum.
         count: sum of their counts.
         values: shape (vectors, channels), float64: the sum of the rows in replica order; in a gather the concatenated
             rows.

@@ -17,7 +17,7 @@ PACKAGES = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
-    """Run the server's command line, or print its help without arguments; returns the exit code."""
+    """Run the server's command line, or print its help if there are no arguments; returns the exit code."""
     sys.path.insert(0, str(PACKAGES))
     try:
         code: int = import_module("server.__main__").main(sys.argv[1:] or ["--help"])
@@ -42,7 +42,7 @@ def describe_modules(*, with_paths: bool = True) -> Iterator[str]:
 
 
 def describe_native_core() -> str:
-    """Returns whether the client's native core is in use; loads only its file, because its package imports torch."""
+    """Returns a line on whether the native core is in use; loads only `library.py`, because `client` imports torch."""
     functions = run_path(str(PACKAGES / "client" / "native" / "library.py"))
     try:
         text: str = functions["description"]()

@@ -1,9 +1,9 @@
 """Rows of a round, and their sum in replica order.
 
-This is the one place that adds rows. Floating-point addition is not associative, so *the order is part of the result*.
-The server adds the rows of all members in replica order (member number, then row within the member), never in arrival
-order; a process without a server adds its replicas' rows with the same function. So four virtual replicas, four
-processes and a retried round give the same bits.
+Floating-point addition is not associative, so *the order is part of the result*. The server adds the rows of all
+members in replica order (member number, then row within the member), never in arrival order; a process without a server
+adds its replicas' rows with the same function. `round.c` in shared memory and `device_rows.py` on a device keep this
+order. So four virtual replicas, four processes and a retried round give the same bits.
 
 `Moments` interpret a layer's rows. A replica measures its slice stably, as a mean and a centred sum of squares (Chan,
 Golub & LeVeque, "Algorithms for computing the sample variance", 1983), and converts them here, in float64, into the
@@ -62,7 +62,7 @@ class Rows:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ignores_errors = ContextVar("_ignores_errors", default=False)  # in the same scope as numpy's own setting
+_ignores_errors = ContextVar("_ignores_errors", default=False)  # scoped to the context, like numpy 2's own setting
 
 
 def ignore_float_errors(function: Callable[P, R]) -> Callable[P, R]:
@@ -92,7 +92,7 @@ def sum_in_order(rows: Iterable[FloatArray]) -> FloatArray:
 
 @ignore_float_errors
 def _sum(first: FloatArray, others: list[FloatArray]) -> FloatArray:
-    total = first.astype(np.float64, copy=False) + others[0]  # as `np.add` with a type, in a third of the time
+    total = first.astype(np.float64, copy=False) + others[0]  # equal to `np.add` with a dtype, in a third of the time
     for row in others[1:]:
         total += row
     return total
@@ -105,7 +105,7 @@ def join_in_order(rows: Iterable[FloatArray]) -> FloatArray:
 
 def is_finite(values: FloatArray) -> bool:
     """Returns whether all values are finite."""
-    # Once a round: searching bytes takes a third of the time of `all`.
+    # Called in every round: searching bytes takes a third of the time of `all`.
     return b"\0" not in np.isfinite(values).tobytes()
 
 

@@ -8,14 +8,14 @@ from statsd_bn.checks import check_integer, check_name
 
 FORWARD = "forward"
 
-# Of a layer whose input needs no gradient, in a pass that records gradients: no backward round follows.
+# The phase of a layer whose input needs no gradient, in a pass that records gradients: no backward round follows.
 FORWARD_WITHOUT_GRADIENT = "forward without gradient"
 FORWARD_PHASES = (FORWARD, FORWARD_WITHOUT_GRADIENT)
 
 BACKWARD = "backward"
 SECOND_BACKWARD = "second backward"
 
-GATHER = "gather"  # the rows of such a round are concatenated, not added: bytes, eight to a value
+GATHER = "gather"  # the rows of such a round are concatenated, not added; each value holds eight bytes
 MEMORY_GATHER = "statsd_bn memory"  # layer name of the gathers in which a group's members agree on shared memory
 
 ADVICE = (

@@ -130,8 +130,9 @@ def describe_outlier(
     layer: str, *, since: float, layers: float, variance: float, shift: float, part: float, usual: float
 ) -> str:
     """Returns the strongest sign of an outlier as a clause."""
-    # `since`: first step of its run as an outlier; `layers`: in how many layers. `variance`: ratio to the others'
-    # median; `shift`: from their median mean, in standard deviations. `part`: of η²; `usual`: the others' median part.
+    # `since`: first step of the latest run of samples with this outlier; `layers`: number of layers that show it.
+    # `variance`: ratio to the others' median variance; `shift`: distance from their median mean in standard deviations.
+    # `part`: the member's part of η²; `usual`: the others' median part.
     if not 1 / NOTABLE_RATIO < variance < NOTABLE_RATIO:
         ratio = f"{two_digits(variance)} times" if variance > 1 else percent(variance)
         what = f"its activations vary {ratio} as much as the others'"
@@ -191,8 +192,8 @@ class SkewDetector:
         return sum(layer.weight > 0 for layer in self._layers.values())
 
     def averages(self, first: int, max_bytes: int) -> tuple[int, list[str], FloatArray]:
-        """Returns the number of layers, then names and average figures of as many as fit, from number `first` on."""
-        # Figures have shape (layers, members, 4). `max_bytes` includes the names, each with a newline.
+        """Returns the number of layers with samples, and names and average figures of layers from index `first` on."""
+        # Figures have shape (layers, members, 4). Names, each with a newline, and figures fit into `max_bytes`.
         known = [(name, layer.average) for name, layer in self._layers.items() if layer.weight]
         sizes = accumulate(len(name.encode()) + 1 + average.nbytes for name, average in known[first:])
         fitting = known[first : first + sum(size <= max_bytes for size in sizes)]
@@ -261,7 +262,7 @@ class _Layer:
         if len(self._steps) < window:
             return None
         latest = self._recent[-window:].astype(np.float32)
-        latest.sort(axis=0)  # half as long as `np.median` takes
+        latest.sort(axis=0)  # takes half as long as `np.median`
         return find_outlier((latest[window // 2 - 1] + latest[window // 2]) / 2)
 
     def since(self, member: int) -> int:

@@ -80,8 +80,8 @@ class SkewSampler:
         self, now: float, key: RoundKey, counts: Sequence[int], replicas: Sequence[int], values: FloatArray
     ) -> None:
         """Copies the finite rows of a round that `is_due`."""
-        # `counts` are values per channel of each row, `replicas` rows of each member. Only a layer's rounds have two
-        # vectors.
+        # `counts`: values per channel of each row; `replicas`: number of rows of each member. Only a layer's rounds
+        # have two vectors.
         if values.shape[1] != VECTORS:
             return
         stride = self.stride(values.nbytes)
@@ -114,7 +114,7 @@ class SkewSampler:
         if not key.is_forward:
             self._step = -1
             return False
-        # A pass with neither backward rounds nor a new step begins when the first layer returns.
+        # Without backward rounds or a new step in between, a pass begins when the first layer runs again.
         if key.step != self._step or key.layer == self._first_layer:
             self._step, self._first_layer, self._pass_began = key.step, key.layer, now
             self._pass += 1
@@ -122,7 +122,7 @@ class SkewSampler:
         return self._pass_began >= due and self._batches >= turn
 
     def stride(self, size: int) -> int:
-        """Returns the step between sampled channels, for rows of `size` bytes."""
+        """Returns n for rows of `size` bytes: every n-th channel is sampled."""
         return max(1, math.ceil(size / self._max_layer_bytes))
 
     def drain(self, now: float) -> list[Sample]:

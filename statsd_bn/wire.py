@@ -54,11 +54,11 @@ _COUNTS = _CONTRIBUTION_FRAME.size - _COUNT_BYTES
 _KEY_FIELDS = 7
 _MAX_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_PHASE_BYTES + 3 * 9 + 4 * 3 + 1
 
-# A run of members: its first number and its length. The largest set has every other member, each a run.
+# A run of members: its first number and its length. The set with the most runs has every second member.
 _RUN = struct.Struct("<HH")
 _MAX_MEMBERS_BYTES = _RUN.size * limits.MAX_MEMBERS // 2
 
-_SHORT_HEADER_BYTES = 2048  # a request with a longer header may have no arrays
+_SHORT_HEADER_BYTES = 2048  # a request with a longer header must not have arrays
 
 _MAX_MAP_ENTRIES = 256  # in a report or an error
 
@@ -347,7 +347,7 @@ _PLAIN: dict[str, Any] = {"max_ext_len": 0, "ext_hook": _refuse_extension}
 
 
 def _unpack(name: str, packed: bytes, max_items: int, max_entries: int = 0) -> Any:
-    """Returns the content of plain msgpack, with at most so many items in arrays and entries in maps."""
+    """Returns the content of plain msgpack, with at most `max_items` in an array and `max_entries` in a map."""
     try:
         return msgpack.unpackb(packed, max_array_len=max_items, max_map_len=max_entries, **_PLAIN)
     except (ValueError, msgpack.UnpackException) as error:
@@ -355,7 +355,7 @@ def _unpack(name: str, packed: bytes, max_items: int, max_entries: int = 0) -> A
 
 
 def _unpack_without_arrays(packed: bytes) -> list[Any]:
-    """Returns a request's long header, which may contain no arrays or maps: many small objects cost too much."""
+    """Returns a request's long header, which must not have arrays or maps: many small objects cost too much."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(packed), max_array_len=0, max_map_len=0, **_PLAIN)
     unpacker.feed(packed)
     try:

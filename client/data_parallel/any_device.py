@@ -1,6 +1,6 @@
 """scatter, replicate, parallel_apply and gather for any devices; torch's functions need distinct accelerators.
 
-Replicas run in pooled threads: starting a thread takes 80 µs, and the threads that torch starts in it milliseconds.
+Replicas run in pooled threads: starting a thread takes 80 µs, and starting torch's threads in it takes milliseconds.
 """
 
 import os
@@ -63,7 +63,7 @@ def _like(container: Any, items: Iterable[Any]) -> Any:
 
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
-    """Return a copy of `module` per device. Copy 0 shares the module's buffers; all gradients reach its parameters."""
+    """Copy `module` to each device. Copy 0 shares the module's buffers; the module's parameters get all gradients."""
     parameters = list(module.parameters())
     copies = _CopyParameters.apply(devices, *parameters)
     size = len(parameters)
@@ -174,7 +174,7 @@ def _modes(device: Device) -> list[AbstractContextManager[Any]]:
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int) -> Any:
-    """Concatenate outputs, tensors in equal containers or None, along `dim` on `device`; scalars become a vector."""
+    """Concatenate tensors, None, or equal containers of these, along `dim` on `device`; scalars become a vector."""
     if all(isinstance(output, Tensor) for output in outputs):
         return _concatenate(outputs, device, dim)
     if all(output is None for output in outputs):

@@ -32,7 +32,7 @@ class CallbackContext:
 
 
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
-    """Call `__data_parallel_replicate__(ctx, copy_id)` on every sub-module of every replica that has it.
+    """Call `__data_parallel_replicate__(ctx, copy_id)` on every sub-module that has it, in every replica.
 
     Args:
         modules: replicas of one module, in replica order.

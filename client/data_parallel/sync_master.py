@@ -58,7 +58,7 @@ class _Replication:
 
 
 class SlavePipe:
-    """Connection of a slave to its master; `identifier` is the registered one."""
+    """Connection of a slave to its master; `identifier` is the slave's, as registered."""
 
     def __init__(self, identifier: Any, replication: _Replication) -> None:
         self.identifier = identifier
@@ -99,9 +99,9 @@ class SyncMaster:
         return len(self._replication.slaves)
 
     def register_slave(self, identifier: Any) -> SlavePipe:
-        """Add a slave; first remove the earlier ones after a run, in another replication, or if `identifier` is in use.
+        """Add a slave; `identifier`, usually the number of the replica, marks the slave's messages.
 
-        `identifier`, usually the number of the replica, marks the slave's messages.
+        Earlier slaves are removed if the master has run, another replication has begun, or `identifier` is in use.
         """
         barrier, copy_id = current_replica.get()
         replication = self._replication
@@ -120,7 +120,7 @@ class SyncMaster:
             ValueError: the callback does not return one answer for each identifier, the master's first.
         """
         barrier = self._replication.barrier
-        if barrier is not None and barrier.is_finished:  # a batch for one replica; the slaves are of an earlier one
+        if barrier is not None and barrier.is_finished:  # a batch for one replica; the slaves are of an earlier batch
             self._replication = _Replication(self._name, None)
         self._has_run = True
         identifiers = [0, *self._replication.slaves]

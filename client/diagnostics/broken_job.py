@@ -31,8 +31,7 @@ from statsd_bn.text import error_summary, escape, escape_lines, log_line
 logger = logging.getLogger("statsd_bn.client")
 
 # How long a failing process waits for the server's report of a lost process, which comes within the default
-# `--silence-seconds`.
-# Launchers kill a process 10 to 30 s after SIGTERM.
+# `--silence-seconds`. CAUSE_SECONDS is below 10, because launchers kill a process 10 to 30 s after SIGTERM.
 CAUSE_SECONDS = limits.SILENCE_SECONDS + 0.5
 
 # How long a rank must be blocked in a collective before it logs a clean exit of others: at the end of a run, ranks exit
@@ -181,7 +180,7 @@ def _is_of_collective(error: Exception) -> bool:
 
 @contextmanager
 def _deferred_termination() -> Iterator[list[int]]:
-    """Defers SIGTERM, which launchers send when a rank has ended, to the end of the block; yields those received."""
+    """Defers SIGTERM, which launchers send when a rank ends, to the end of the block; yields the received signals."""
     signals: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

@@ -23,8 +23,8 @@ _C = "torch._C._distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _ENGINE = "torch.autograd.graph"
 
-# Functions that compute, or wait in a collective without a Python function: one forward pass of DistributedDataParallel
-# agrees on the order of the gradients, and so does the hook of torch's `Join` after the end of a rank's data.
+# Functions that compute, or wait in a collective that has no Python function: DistributedDataParallel agrees on the
+# order of the gradients in one forward pass, and in its hook for torch's `Join` after the end of a rank's data.
 _MAY_COMPUTE = {_ENGINE: frozenset({"_engine_run_backward"}), _DDP: frozenset({"_pre_forward", "main_hook"})}
 
 # Functions that wait for all ranks of a group, by module. `recv` and the like wait for one rank, which is unknown. The
@@ -45,8 +45,8 @@ _COLLECTIVES = {
     "torch.distributed.utils": frozenset({"_sync_module_states", "_verify_param_shape_across_processes"}),
 }
 
-# The kinds of collectives that all ranks leave at about the same time, by the beginning of the function's name. BUFFERS
-# is the broadcast in DistributedDataParallel's forward pass, which the group's first rank leaves before the others.
+# The kinds of collectives, by the beginning of the function's name. All ranks leave the first three at about the same
+# time. BUFFERS is the broadcast in DistributedDataParallel's forward pass; its source may leave it before the others.
 _KINDS = {"barrier": BARRIER, "all_reduce": ALL_REDUCE, "all_gather": ALL_GATHER, "_sync_buffers": BUFFERS}
 
 _PICKLING = frozenset({"_object_to_tensor", "_tensor_to_object"})  # around a collective; slow for large objects
@@ -89,7 +89,7 @@ class Collective:
 
     @property
     def kind(self) -> str:
-        """Its kind; empty if ranks may leave it at very different times."""
+        """Its kind in `_KINDS`; empty for other collectives, which ranks may leave at very different times."""
         name = self.frame.f_code.co_name
         return next((kind for start, kind in _KINDS.items() if name.startswith(start)), "")
 

@@ -54,7 +54,7 @@ class ThreadSampler:
 
     Most positions show whether the thread is blocked in a collective. In a backward pass and a few others, see
     `collectives.may_compute`, the thread, other threads or a device may be computing. There it counts as blocked only
-    if it used no processor time since the previous sample (the first takes `SAMPLE_SECONDS`), and the process little.
+    if, since the previous sample (the first takes `SAMPLE_SECONDS`), it used no processor time and the process little.
     """
 
     def __init__(self, *, reports_stacks: bool, rank: int, pause: Callable[[float], object] = time.sleep) -> None:

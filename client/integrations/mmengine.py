@@ -4,8 +4,8 @@
     norm_cfg = dict(type="StatsdSyncBN")
     custom_hooks = [dict(type="StatsdBNHook")]
 
-The import registers both, for all libraries that use MMEngine. `mmcv.cnn.build_norm_layer` builds the layer from
-its type, and returns names such as "bn1" for it.
+The import registers the layer and the hook for all libraries that use MMEngine. `mmcv.cnn.build_norm_layer` builds the
+layer from its type, and returns names such as "bn1" for it.
 """
 
 from typing import TYPE_CHECKING, Any

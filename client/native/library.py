@@ -1,4 +1,4 @@
-"""Loader of the native core, and one pass of a layer by it; core/sbn.h describes the functions."""
+"""Loader of the native core, and a layer's passes that use it; core/sbn.h describes the functions."""
 
 import ctypes
 import os
@@ -124,7 +124,7 @@ class NativeRow:
         self.is_finished = False
 
     def run(self, stage: int, group: int | None = None, digest: int = 0, wait: int = 0) -> int:
-        """Run the pass up to a stage, wait `wait` nanoseconds at most for other ranks; return the state of its round.
+        """Run a stage of the pass; wait at most `wait` nanoseconds for other ranks; return the state of the round.
 
         `group` is the address of an `sbn_group`; without one EXCHANGE uses the own row as the sum.
         """

@@ -40,7 +40,7 @@ Tensors = dict[str | int, Tensor]
 # The arguments of a loader, except its sampler, in this version of torch; a loader has attributes of the same names.
 COPIED = sorted({*inspect.signature(DataLoader).parameters} - {"dataset", "shuffle", "sampler", "batch_sampler"})
 
-ROUND_NAME = "mp_sync()"  # of the rounds; the name of a layer contains no brackets
+ROUND_NAME = "mp_sync()"  # name of the rounds; no layer's name contains brackets
 MAX_LISTED_KEYS = 8  # in an error's text; a member may send any number of keys
 
 _NUMBERS = (bool, int, float, np.integer, np.floating, np.bool_)
@@ -141,7 +141,7 @@ class DDPHandler:
     def mp_sync(
         self, data: Any, double_precision: bool = False, concat_mp_data: bool = True, return_tensor: bool = True
     ) -> Any:
-        """Returns the values of all members. All members call it, in the same order among their rounds.
+        """Returns the values of all members. All members call it, at the same place in the order of their rounds.
 
         After a pass in `client.join` it waits until all members have finished the pass.
 
@@ -216,7 +216,7 @@ def _is_shuffled(data_loader: Loader) -> bool:
 
 
 class EpochCallback:
-    """Callback of a training loop that sets the samplers' epoch at its start."""
+    """Callback of a training loop that sets the samplers' epoch when an epoch begins."""
 
     callback_name = "epoch of the distributed samplers"
     execution_order = -100  # before callbacks that may read from the loaders
@@ -243,7 +243,7 @@ def all_gather_tensors(
 ) -> dict[int, Tensors]:
     """Returns all members' tensors on the CPU, by rank, in order; without a communicator only this process's.
 
-    `make` returns this member's tensors, under names that all members share; the others get its exception as
+    `make` returns this member's tensors, under names that all members share. If it raises, the other members raise
     RoundFailed.
     """
     try:

@@ -24,7 +24,7 @@ from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray, Rows
 
-ROUND_NAME = "average_gradients()"  # of the rounds; the name of a layer contains no brackets
+ROUND_NAME = "average_gradients()"  # name of the rounds; no layer's name contains brackets
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -38,8 +38,8 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
     All members call it after `backward`, in each step. With `count=len(batch)` and a loss that is a sum over the batch
     (`reduction="sum"`), the result is the gradient of the mean over the whole batch, also with unequal shares; a member
     without samples in the loss passes 0. With equal shares, a mean loss and the default `count` give the same result.
-    Unequal shares need the sum: in `backward` a synchronised layer adds the members' gradients, which must have their
-    weights by then.
+    With unequal shares the loss must be a sum: in `backward` a synchronised layer adds the members' gradients, so each
+    sample must have the same weight in them.
 
     It takes one round per 65,536 elements. A process that trains alone divides its own gradients.
 
@@ -53,7 +53,7 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
         The sum of the counts.
 
     Raises:
-        ConfigurationError: `count` is not an int of at least 0, no parameter requires a gradient, or one is sparse.
+        ConfigurationError: `count` is no int of at least 0, no parameter requires a gradient, or a gradient is sparse.
         StatsdBNError: a round failed, with the reason; RoundMismatch if the members' models differ in size.
     """
     count = _checked(count)

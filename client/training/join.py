@@ -24,8 +24,8 @@ def join(model: nn.Module) -> Iterator[None]:
 
     All members put their pass into this block, `with client.join(model): for batch in loader: ...`. A member that has
     finished leaves the block without waiting; the other members' rounds continue without it. Entering waits until all
-    members of the groups of the model's layers have entered, for up to `round_timeout`. Between two
-    passes a call of `DDPHandler.mp_sync` or `client.recalibrate`, or a training step, waits for all members likewise.
+    members of the groups of the model's layers have entered, for up to `round_timeout`. Between two passes a call of
+    `DDPHandler.mp_sync` or `client.recalibrate`, or a training step, also waits for all members.
 
     With `convert_model(model, chunks=k)` the end of a pass also ends the mini-batch, see
     `client.commit_running_statistics`.

@@ -28,7 +28,7 @@ from statsd_bn.errors import ConfigurationError, RoundMismatch
 from statsd_bn.reduction import FloatArray, Moments, Rows
 from statsd_bn.text import wrap
 
-ROUND_NAME = "moments()"  # of the rounds; the name of a layer contains no brackets
+ROUND_NAME = "moments()"  # name of the rounds; no layer's name contains brackets
 _CHUNK = 2**20  # the number of values that are converted to float64 at a time: 8 MB
 
 ParamsT = ParamSpec("ParamsT")
@@ -110,8 +110,8 @@ def moments(
 
     Raises:
         TypeError: `x` is not a dense floating-point tensor of this process, or `mask` is not boolean.
-        ValueError: `dim` is empty, or has a wrong or repeated dimension; no values remain; `mask` does not expand to
-            the reduced dimensions; `group` is not a group, or both groups are given.
+        ValueError: `dim` is empty, or has a wrong or repeated dimension; a remaining dimension has size 0; `mask` does
+            not expand to the reduced dimensions; `group` is not a group, or both groups are given.
         ConfigurationError: it is called in a replica of `DataParallelWithCallback`.
         RoundMismatch: the ranks' shapes differ in the remaining dimensions.
         NonFinite: there are NaN or infinity, and the policy is to raise.
@@ -194,8 +194,8 @@ class RunningMoments(nn.Module):
             mask: bool, of the batch's dimensions: the values to include.
 
         Raises:
-            ValueError: `x` does not end in `shape`, or an error of `moments`.
-            Exception: an error of `moments`; the buffers keep their values.
+            ValueError: `x` does not end in `shape`.
+            Exception: any error of `moments`; the buffers keep their values.
         """
         if not self.training:
             return

@@ -29,7 +29,7 @@ from statsd_bn.errors import RoundMismatch
 from statsd_bn.reduction import FloatArray, Moments, is_finite
 from statsd_bn.text import wrap
 
-ROUND_NAME = "recalibrate()"  # of the rounds; the name of a layer contains no brackets
+ROUND_NAME = "recalibrate()"  # name of the rounds; no layer's name contains brackets
 
 Accumulators = dict[SynchronizedBatchNorm, MomentAccumulator]
 Population = dict[SynchronizedBatchNorm, Moments]
@@ -156,7 +156,7 @@ def _measuring(model: nn.Module, accumulators: Accumulators) -> Iterator[None]:
 def _over_all_members(
     own: dict[SynchronizedBatchNorm, Moments | None], batches: int, group: GroupSpec
 ) -> tuple[Population, int]:
-    """Sends this member's moments and number of batches, and returns all members', in the layers' group."""
+    """Sends this member's moments and number of batches; returns the sums over all members of the layers' group."""
     communicator = communicator_for(group)
     if isinstance(communicator, Connection) and not isinstance(group, NamedProcessGroup):
         communicator.rejoin_if_paused(group)
@@ -194,7 +194,7 @@ def _buffers(layer: Any) -> tuple[Tensor, Tensor]:  # not None: only layers with
 
 
 def _check_population(measured: Population, batches: int) -> None:
-    """Raises ValueError without any values or with non-finite ones, which is the same on all members."""
+    """Raises ValueError if there are no values or non-finite ones; all members raise alike."""
     if not measured:
         text = f"loader: expected values for at least one layer, got none in the {batches} batches of all members"
         raise ValueError(wrap(text))

@@ -30,13 +30,13 @@ def smart_ddp(
     All processes call it, with the model on its device and the process group initialised. The synchronised layers look
     up their connection in each forward pass, so `client.connect` may be called before or after.
 
-    The new wrapper broadcasts rank 0's buffers.
+    At construction the wrapper broadcasts rank 0's buffers.
 
     Args:
         model: a model with all parameters on one device.
         static_graph: all steps use the same parameters in the same way, which allows reentrant checkpoints and is
-            faster; under `no_sync` the first step must synchronise each of its backward passes. False for a changing
-            graph: then each step searches for unused parameters.
+            faster; in the first step no backward pass may run under `no_sync`. False for a changing graph: then each
+            step searches for unused parameters.
         convert: apply `client.convert_model` first, with its defaults.
         broadcast_buffers: broadcast rank 0's buffers again before each forward pass, which is DistributedDataParallel's
             default. None: only if the model has buffers outside of layers that synchronise over all ranks,

@@ -10,7 +10,7 @@ enum { MAX_HELPERS = 255, STACK = 1 << 18, SPINS = 1 << 12 };
 
 static struct {
   pthread_mutex_t in_use; /* held by the caller that has the helpers */
-  pthread_mutex_t lock;   /* of all fields below; next and active are also read without it */
+  pthread_mutex_t lock;   /* of all fields below; next and active are atomic and also used without it */
   pthread_cond_t is_open, is_left;
   sbn_work work; /* it, job and parts stay the same while a helper is active */
   const void *job;

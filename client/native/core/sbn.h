@@ -72,8 +72,8 @@ struct sbn_group {
    * 64; this member; the time to spin before sleeping; and the maximum sum of counts. */
   char *memory;
   int64_t members, me, spin_ns, most_count;
-  /* A turn is a use of the memory for one round: this member's latest, from 1; the digest of its key; its shape; the
-   * arrival times at this turn and the previous one. */
+  /* A turn is one use of the memory, for one round. The latest turn of this member: its number, from 1; the digest of
+   * the round key; the shape of the rows; this member's arrival times at this turn and at the one before. */
   uint64_t turn, digest;
   int64_t vectors, channels, came, came_before;
   /* The results of that turn: the number of rows; the sum of their counts; the delay of this member behind all others (0:
@@ -85,7 +85,7 @@ SBN_API int64_t sbn_group_bytes(int64_t members);
 SBN_API int sbn_has_futex(void); /* Whether processes can sleep on a word of shared memory. */
 
 /* Arrives at the next turn, and waits for the others until the timeout or a signal.
- * counts: of each row. values: replicas x vectors x channels. total: vectors x channels, written once all arrived. */
+ * counts: one per row. values: replicas x vectors x channels. total: vectors x channels, written once all arrived. */
 SBN_API int sbn_round(sbn_group *group, uint64_t digest, const uint64_t *counts, const double *values,
                       int64_t replicas, int64_t vectors, int64_t channels, double *total, int64_t came_ns,
                       int64_t wait_ns);
