@@ -23,7 +23,7 @@ CONSOLE_SCRIPT, USAGE_ERROR = "statsd-bn", 2
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser with short errors. Flags cannot be abbreviated: a new flag could make one ambiguous."""
+    """An argument parser with short errors. Flags cannot be abbreviated, because a new flag may share the prefix."""
 
     def __init__(self, *command: str, **given: Any) -> None:
         # As the user typed it: `statsd-bn status` or `python -m server status`.

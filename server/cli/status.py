@@ -27,7 +27,7 @@ from statsd_bn.wire import decode, encode
 
 ANSWER_SECONDS = 5.0
 CONNECT_MILLISECONDS = 1000  # of one attempt; the next one uses another local port
-GREETING_SECONDS = 1.0  # ZeroMQ's thread sends it within milliseconds, however busy the server is
+GREETING_SECONDS = 1.0  # ZeroMQ's thread sends the greeting within milliseconds, however busy the server is
 
 Query = Callable[[Message], bytes]
 """Sends a request and returns the next frame."""

@@ -14,8 +14,8 @@ count is needed, too, so that the search never reports a deadlock that this rank
 
 Ranks that run different programs may reach the same count in different operations, and gloo also counts point-to-point
 messages. So a blocked rank also needs a rank that has long been elsewhere, although their collective should have
-released both. Only collectives that release all ranks at once prove that: the source of a broadcast may already be in
-the next barrier while the others receive a large tensor.
+released both. Only collectives that release all ranks at once allow this conclusion: the source of a broadcast may
+already be in the next barrier while the others receive a large tensor.
 """
 
 from collections import Counter, defaultdict
@@ -50,8 +50,8 @@ UNKNOWN_MEMBER = -1  # stands for a rank that has not registered and may be runn
 # These collectives release no rank before all have launched them, and then all at about the same time.
 SYNCHRONIZING = frozenset({BARRIER, ALL_REDUCE, ALL_GATHER})
 
-# How long ranks must stay apart, as a multiple of the allowed silence: a network that delays a collective for so long
-# also loses members.
+# How long two ranks must stay in different places, as a multiple of the allowed silence: a network that delayed a
+# collective for so long would delay heartbeats too, and the ranks would be lost instead.
 APART_SILENCES = 1.5
 
 SUMMARY = "deadlock: the ranks wait in different places"
@@ -115,7 +115,7 @@ def _is_elsewhere(other: StackReport, blocked: StackReport) -> bool:
     """Whether the position of a member with as many launched operations contradicts the blocked member's collective."""
     if not other.in_collective:
         return blocked.collective in SYNCHRONIZING
-    # Both counts are of the same process group: a blocked member reports only one.
+    # Both counts are of the same process group: a blocked member reports only the group of its collective.
     is_known = other.collective in SYNCHRONIZING or other.collective == BUFFERS
     if not is_known or other.collective == blocked.collective:
         return False
@@ -154,7 +154,7 @@ def _with_more_threads(waits: Iterable[Wait]) -> set[int]:
 
 
 def stuck(waits: Iterable[tuple[Iterable[int], Iterable[int]]], running: Iterable[int]) -> set[int]:
-    """Members that no running member can release, in linear time; `waits` are waiting and missing members."""
+    """Members that no running member can release, in linear time; `waits` are pairs of waiting and missing members."""
     waiting_for: dict[int, list[set[int]]] = defaultdict(list)
     blocked: set[int] = set()
     for members, missing in waits:
@@ -263,7 +263,7 @@ class Table:
 # small job is still searched in each tick), and the searches of all jobs to 30 ms per tick.
 PAUSE_SECONDS_EACH = 5e-6
 MAX_WAITS = 2**17
-RANKS_PER_WAIT = 4  # a rank of a reported collective takes 70 ns, a quarter of a missing contribution
+RANKS_PER_WAIT = 4  # a rank of a reported collective takes 70 ns, a quarter of a missing contribution's time
 
 
 class DeadlockDetector:

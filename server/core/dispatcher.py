@@ -39,8 +39,8 @@ class Received:
     """Outcome of a frame."""
 
     replies: list[Reply]
-    session: bytes = b""  # the registered session that sent it; b"" without one, or if it has just left
-    is_refused: bool = False  # it was malformed, refused by a group, or of an unregistered session
+    session: bytes = b""  # the registered session that sent the frame; b"" after a refusal, a query or a Leave
+    is_refused: bool = False  # the frame was malformed, refused, or of an unregistered session
 
 
 class Dispatcher:
@@ -131,7 +131,7 @@ class Dispatcher:
         return Received([(peer, encode_failure(self._registry.error_for(message.session), key))], is_refused=True)
 
     def tick(self, now: float) -> list[Reply]:
-        """End members and rounds at their deadlines; call it every TICK_SECONDS."""
+        """Remove silent members, and end late rounds and deadlocks; call it every TICK_SECONDS."""
         registry, masters = self._registry, self._registry.masters.values()
         # The server itself may have been frozen or starved.
         was_delayed = now - self._last_tick > limits.HEARTBEAT_SECONDS

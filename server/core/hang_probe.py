@@ -28,7 +28,7 @@ NO_ROUND_SECONDS = 2.0
 
 QUIET_ASKED_AT_MOST = 8.0  # longest interval between requests to a member of an idle job that is in no collective
 
-# Larger idle jobs get no requests: a deadlock needs all members' reports, and so many requests would delay rounds.
+# Larger idle jobs get no requests: finding a deadlock needs all members' reports, and so many requests delay rounds.
 MOST_QUIET_MEMBERS = 256
 
 MAX_TARGETS_PER_ROUND = 16  # the lowest ranks get a request: a few stacks are enough for a person

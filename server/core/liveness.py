@@ -69,8 +69,8 @@ class Sessions(dict[bytes, Session]):
         if was_delayed:  # messages of that time may still be in flight, so the silence is measured from now
             self._measured_from = now
         lost = [(token, session, cause) for token, session in self.items() if (cause := self._loss_cause(now, session))]
-        # Connected ones come first, because they are lost only after a longer silence. The others are sorted by their
-        # disconnect: a killed process may have sent its last message after a process that its launcher then stopped.
+        # Connected sessions come first, because they are lost only after a longer silence. The others are sorted by
+        # their disconnect, not their last message: the process killed first may have sent its last message last.
         lost.sort(key=lambda entry: (entry[1].unreachable_since or -math.inf, entry[1].last_heard))
         return [(token, cause) for token, _, cause in lost]
 

@@ -24,7 +24,7 @@ ASK_SECONDS, ASKED_AT_MOST = 1.0, 32.0
 SILENT_SECONDS = 1.0
 
 STEADY_SECONDS = 1.0  # two equal reports this far apart show that a member waits there
-MAX_PROCESS_GROUPS = 8  # with a count for one member; requests name one or two
+MAX_PROCESS_GROUPS = 8  # of which one member's operation counts are stored; requests name one or two groups
 
 # Runs of ranks in a reported process group: every eighth of 1,024 ranks makes 128 runs, of 15 kB. A group with more
 # runs is dropped, because its memory is not accounted for.
@@ -120,7 +120,7 @@ def _position(answer: StackReport) -> tuple[object, ...]:
 
 @dataclass(slots=True)
 class Contributor:
-    """A registered member. It measures the fields "as reported", because the server sees no rounds in shared memory."""
+    """A registered member. Its process measures the fields "as reported", because some rounds bypass the server."""
 
     session: bytes
     member: int  # its rank in the job

@@ -2,8 +2,8 @@
 
 In each round a member waits from its contribution to the answer, and between two rounds it computes. The slowest member
 waits least, so the delay that it causes is the least wait among the others minus its own wait. If all ranks are late
-equally often, their waits are equal and none is reported. This needs one sum per member, and also covers rounds in
-shared memory, where members report their own waits.
+equally often, their waits are equal and none is reported. This needs one sum per member, and also covers rounds that
+bypass the server: for these the members report their own waits.
 """
 
 import logging
@@ -39,10 +39,10 @@ WINDOW_SECONDS, MAX_DELAY_SHARE = 60.0, 0.1
 RESET_SHARE = MAX_DELAY_SHARE / 2  # a straggler is reported once, and again only after a window below this share
 STARTUP_SECONDS = 30.0  # the first steps compile, tune kernels and fill caches, at a different speed on each rank
 SO_FAR_SECONDS = 10.0  # interval of checks of the first window before its end
-MIN_ROUNDS = 100  # that make percentiles meaningful
+MIN_ROUNDS = 100  # percentiles over fewer rounds mean little
 MAX_FINDINGS, MAX_FINDING_LENGTH = 8, 512  # findings kept, and characters of their texts
 MAX_SAMPLE_BYTES = 2**18  # for the sampled rows of one step; larger steps keep fewer channels and layers
-MAX_NON_FINITE_LENGTH = 1024  # characters of a text about non-finite values: a report contains all of them
+MAX_NON_FINITE_LENGTH = 1024  # characters of a text about non-finite values: a report contains up to two
 
 # A GradScaler starts at 2^16 and halves its scale after each overflow. A longer series of steps with non-finite
 # gradients has another cause.
@@ -79,7 +79,7 @@ class Pace:
             return False
         shares: dict[int, float] = {}
         for member, one in contributors.items():
-            # In each round the first member waits for the whole duration, and each other one for less by its delay.
+            # In each round the first member waits for the duration, each other member for the duration minus its delay.
             before, total = one.total_wait, longest - one.delay + one.waited
             if is_over:
                 one.total_wait = total
@@ -179,7 +179,7 @@ class GroupHealth:
         self._add("straggler", slow.member, self._membership.step_of(slow), text, late)
 
     def add_skew(self, now: float, report: SkewStats) -> None:
-        """Add skew figures of rounds in shared memory."""
+        """Add skew figures of rounds that bypassed the server."""
         members, is_elastic = self._membership.world_size, self._membership.is_elastic
         if is_elastic or report.values.shape[1] != members:
             raise ProtocolError(

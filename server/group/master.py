@@ -81,12 +81,12 @@ class SyncMaster:
 
     @property
     def rounds_done(self) -> int:
-        """Number of successful rounds, including those in shared memory."""
+        """Number of successful rounds, including those that bypassed the server."""
         return self.done + self._rounds_without_server
 
     @property
     def last_active(self) -> float:
-        """Time of the last ended round, or of the last reported progress in shared memory."""
+        """Time of the last ended round, or of the last reported progress in rounds that bypass the server."""
         return max(self.last_answered, self._last_progress)
 
     @property
@@ -95,7 +95,7 @@ class SyncMaster:
         return len(self.membership.contributors)
 
     def register_slave(self, now: float, register: Register, peer: bytes) -> tuple[Contributor, list[Reply]]:
-        """Register a member. The reply names the missing members; once all are registered, every member gets a reply.
+        """Register a member. The reply counts the missing members; once all are registered, every member gets a reply.
 
         Raises:
             RegistrationRefused: the reason of a refusal.
@@ -179,12 +179,12 @@ class SyncMaster:
         contributor.waited = heartbeat.waited / 1e3
 
     def record_non_finite(self, contributor: Contributor, report: NonFiniteRound) -> None:
-        """Record the origin of a NaN or infinity in a round in shared memory."""
+        """Record the origin of a NaN or infinity in a round over a process group."""
         self._check_key(contributor, report.key)
         self.health.non_finite.record(report.key, report.members, report.what, self.membership.contributors)
 
     def finish_round(self, now: float, contributor: Contributor, key: RoundKey) -> None:
-        """Drop a round that the members finished in shared memory; elastic groups have no such rounds."""
+        """Drop a round that the members finished over another transport; elastic groups have no such rounds."""
         self._check_key(contributor, key)
         if self.membership.is_elastic:
             return

@@ -39,7 +39,7 @@ class Membership:
         self.contributors: dict[int, Contributor] = {}
         self.present = NO_MEMBERS  # cached, because each newcomer to a large group receives them
         self.latest_step = 0  # highest of any contribution
-        self.reported_step = 0  # highest of any contribution or report, since the server does not see shared memory
+        self.reported_step = 0  # highest of any contribution or report, since some rounds bypass the server
         self.expected: set[int] = set()  # of a recovering group: the members that the returned ones know of
         self.recovered = RecoveredResults()
         self._recovering_since = 0.0
@@ -110,7 +110,7 @@ class Membership:
         return paused
 
     def participants(self, step: int) -> list[int]:
-        """Members of a round of a step, if the round starts now."""
+        """Members of a round of `step` that starts now."""
         there = (one for one in self.contributors.values() if one.state is MemberState.TAKES_PART)
         return [one.member for one in there if one.first_step <= step]
 
@@ -138,7 +138,7 @@ class Membership:
         if contributor is None:
             contributor = self._add(register, peer)
         elif self.is_recovering and register.was_in_group and not contributor.was_in_group:
-            # Its first registration reached the restarted server before it knew of the restart.
+            # Its first registration reached the restarted server before the member knew of the restart.
             contributor.was_in_group, contributor.announced_results = True, register.results
             contributor.step, contributor.first_step = register.step, register.first_step
             self.record_reported_step(register.step)
@@ -201,7 +201,7 @@ class Membership:
     def _add(self, register: Register, peer: bytes) -> Contributor:
         self.record_step(register.step)
         state = MemberState[Participation(register.participation).name]
-        # A paused member keeps its own first step: it would take a later one for the start of the next pass.
+        # A paused member keeps its own first step: it would take a later first step as the start of the next pass.
         joins_now = self.is_open and state is MemberState.TAKES_PART
         first_step = self._next_step if joins_now else register.first_step
         results = register.results if self.is_recovering else 0

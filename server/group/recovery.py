@@ -89,7 +89,7 @@ class RecoveredResults:
             logger.warning(text, total.key, result.source)
 
     def contradiction(self) -> ContributionConflict | None:
-        """Error if two results contradict each other: members of two runs of the group have registered."""
+        """Error if two results contradict each other, as when members of two runs of the group have registered."""
         of_another = self._different or self._find_inconsistent()
         if of_another is None:
             return None

@@ -44,11 +44,11 @@ MAX_REFUSALS = limits.MAX_GROUPS
 # covers all connections of an ending job.
 PROBE_SECONDS = 0.05
 
-# Delay between the error for a peer and the end of its connection: ZeroMQ's thread sends the frame. The peer's messages
-# are ignored for a while: ZeroMQ still delivers those it has buffered.
+# Delay between the error for a peer and the end of its connection, in which ZeroMQ's thread sends the error. The peer's
+# messages are ignored for IGNORED_SECONDS, because ZeroMQ still delivers buffered ones.
 CLOSE_DELAY_SECONDS, IGNORED_SECONDS = 0.05, 10.0
 
-MAX_PEER_BYTES = 2**20  # queued for one peer; with nothing queued it gets a larger reply too if the total allows
+MAX_PEER_BYTES = 2**20  # queued for one peer; a peer without queued data gets a larger reply too if the total allows
 
 # Queued bytes of all peers. Above half of it, peers that do not read are disconnected; above it, peers with queued data
 # get nothing; above twice it, only small replies are sent.
@@ -127,7 +127,7 @@ class ConnectionTable:
             self.members[peer] = principal
 
     def expire_members(self, is_registered: Callable[[bytes], bool]) -> None:
-        """Unmark connections of members that are no longer registered; a member's next message marks its own again."""
+        """Unmark connections of members that are no longer registered; a member's next message marks its connection."""
         for connection in self._connections.values():
             if connection.session and not is_registered(connection.session):
                 self.members.pop(connection.peer, None)
@@ -353,9 +353,9 @@ class ConnectionManager:
         if event == zmq.EVENT_LISTENING:
             drop_resets(value)
         elif event == zmq.EVENT_ACCEPTED:
-            # It may have been accepted before the listening socket got the filter.
+            # The connection may have been accepted before the listening socket got the filter.
             drop_resets(value)
-            self._forget(value)  # another connection had this descriptor
+            self._forget(value)  # an earlier connection with this descriptor
             self._table.add(value)
         elif event == zmq.EVENT_DISCONNECTED:
             self._forget(value)

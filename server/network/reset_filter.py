@@ -71,7 +71,7 @@ def drop_resets(descriptor: int) -> bool:
 def close_connection(descriptor: int) -> None:
     """Close a connection: ZeroMQ reads the buffered data, then the end, and closes the socket."""
     with _borrow(descriptor) as found:
-        # Over TCP ZeroMQ would also read data that arrives before it has reached the end, unless a filter drops them.
+        # Over TCP ZeroMQ would also read data that arrives before it has read the end, unless a filter drops the data.
         may_read = not _is_tcp(found) or _attach(found, _HEADERS_ONLY)
         found.shutdown(socket.SHUT_RD if may_read else socket.SHUT_RDWR)
 

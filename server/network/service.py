@@ -40,8 +40,8 @@ _NO_WAIT = int(zmq.NOBLOCK)  # combining pyzmq's flags takes as long as receivin
 # How long members may stay after the parent process has ended: they learn of it within milliseconds, raise, and leave.
 ORPHAN_SECONDS = 5.0
 
-# How long members may take to reconnect to the successor of a killed server. Living ones reconnect in a moment; one
-# that left in between never does. `silence_seconds` applies if it is longer.
+# How long members may take to reconnect to the successor of a killed server. Living members reconnect in a moment;
+# members that left in between never do. `silence_seconds` applies if it is longer.
 REJOIN_SECONDS = 10.0
 
 
@@ -130,8 +130,8 @@ class Service:
     @ignore_float_errors
     def run(self) -> None:
         """Serve until `stop` or `Parent.should_exit`; then process the received frames and return."""
-        # After the return waiting members wait for the next server at these endpoints, as after a kill. A server with a
-        # parent is replaced only after a failure, so here it sends each member an error.
+        # Members that still wait then go on to wait for the next server at these endpoints, as after a kill. But a
+        # server with a parent has a successor only after a failure, so here it sends each member an error.
         next_look = time.monotonic() + POLL_SECONDS
         while not self._stopping:
             # A blocking `recv` needs fewer system calls per frame than a poll before it.
@@ -157,7 +157,7 @@ class Service:
         principal = self._members.get(peer) or self._principal_of(peer, part)
         if principal is None:
             return
-        # A peer that sends several frames uses another protocol; an empty frame is refused as malformed.
+        # A message of several parts is of another protocol: the empty frame in its place is refused as malformed.
         frame = b"" if part.more else part.bytes
         received = self._dispatcher.receive(time.monotonic(), peer, frame, principal)
         if received.replies:  # mostly only for the last contribution of a round

@@ -124,7 +124,7 @@ def _pair() -> KeyPair:
 
 
 def _write_private(path: Path, text: str) -> None:
-    # EXCL, so that a file that another process has just created is not overwritten; created private.
+    # EXCL, because another process may have just created the file; the mode makes the file private from the start.
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
     with os.fdopen(opened, "w", encoding="utf-8") as file:
         file.write(text)
@@ -155,7 +155,7 @@ def load_query_keys(curve: str) -> ClientKeys:
 
 
 def load_public(path: Path) -> Principal:
-    """Returns the client of a public key file; its name is the file's."""
+    """Returns the client of a public key file; the client has the name of the file."""
     entries = keys.parse(path, keys.read_file(path, "curve")[0])
     jobs = entries.get(keys.JOBS, ["*"])
     if not (isinstance(jobs, list) and jobs and all(isinstance(pattern, str) and pattern for pattern in jobs)):

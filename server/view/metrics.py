@@ -22,9 +22,9 @@ MAX_RANKS, MAX_LAYERS = 64, 20
 # Counters and gauges of groups: the labels besides job and group, and the help text.
 COUNTERS = {"rounds": ("", "Rounds that ended with an aggregate."), "rounds_failed": ("", "Rounds that failed.")}
 GAUGES = {
-    "members": ("", "The ranks that are here."),
+    "members": ("", "The number of ranks that are here."),
     "world_size": ("", "The group's world size."),
-    "non_finite": ("", "The first non-finite aggregates that the report lists."),
+    "non_finite": ("", "The number of non-finite aggregates in the report: the first forward and the first backward."),
     "findings": ("", "The number of findings on data that still hold, plus 1 while a rank is slow."),
     "waiting_seconds": ("", "How long the oldest open round has been open."),
     "broken": ("", "Whether the group is broken; also for ten minutes after its end unless a job of that name runs."),
@@ -48,7 +48,7 @@ HISTOGRAMS = {
     "round_trip_seconds": "How long rounds took, as all ranks saw them, from a contribution to its aggregate.",
 }
 
-# The fields of a member for gauges of another name.
+# Gauges of ranks whose name differs from the field of a snapshot's member, with this field.
 FIELDS = {"rank_awaited": "share", "rank_round_trip_median_seconds": "median", "rank_round_trip_seconds": "p99"}
 
 

@@ -139,7 +139,7 @@ def _finding_key(finding: Report) -> tuple[Any, ...]:
 MAX_EVENTS = 900  # one hour of one event every four seconds
 OVER_SECONDS, MAX_OVER = 600.0, 16  # ended groups are kept this long, at most this many
 MAX_TRENDS = 32  # groups with a trend: each takes 10 kB of a snapshot
-RESTART_SECONDS = 60.0  # after a server's restart: its groups may return, verdicts mention the restart
+RESTART_SECONDS = 60.0  # this long after a server's restart its groups may return, and verdicts mention the restart
 
 
 class _Rates:

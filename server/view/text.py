@@ -23,7 +23,7 @@ COUNTS = {
 
 WAIT_SECONDS = 0.5  # shorter waits are normal, because ranks arrive at different times, and are not printed
 
-# Columns of a rank, with their widths; behind them the process and its activity wrap.
+# Columns of a rank, with their widths; the rank's process and activity follow, wrapped.
 COLUMNS = {"rank": 6, "step": 9, "steps/s": 9, "median": 8, "p99": 8, "awaited": 9}
 INDENT = sum(COLUMNS.values()) + 2
 

@@ -21,10 +21,10 @@ Group = Mapping[str, Any]
 
 FINE, NOTICE, ATTENTION, BROKEN = range(4)  # severities; a notice is worth a look
 
-# When a round ends in an error, which the ranks decide.
+# The time after which a round fails, which the ranks set.
 ROUND_TIMEOUT = "their round_timeout, 600 s by default"
 
-# A wait is unusual after WAIT_SECONDS or twice the p99 delay of last ranks, the longer; LONG_SECONDS always are.
+# A wait is unusual after the longer of WAIT_SECONDS and twice the p99 delay of last ranks, or after LONG_SECONDS.
 WAIT_SECONDS, LONG_SECONDS = 1.0, 10.0
 
 ENDS = {"fails": "failed", "is lost": "was lost", "leaves": "left"}  # what the rank that broke the group did, by `how`
@@ -73,7 +73,7 @@ def of_server(error: str, answered: float) -> Verdict:
     remedy = rest.rpartition("; ")[2].removesuffix(".") or "Look at the server's log, and start it again"
     text = f"The server does not answer: {_FOLDER.sub('...', reason)}"
     advice = f"{remedy[:1].upper()}{remedy[1:]}{'' if remedy.endswith('?') else '.'} "
-    advice += "Ranks wait for a server that does not answer, or go on in shared memory."
+    advice += "Ranks wait for a server that does not answer, unless their rounds bypass it."
     return Verdict("silent", BROKEN, text, answered, advice=advice)
 
 
@@ -131,7 +131,7 @@ def is_broken(group: Group) -> bool:
 
 
 def is_finishing(group: Group) -> bool:
-    """Whether the members leave one by one, as at the end of a script: no round has failed or was refused since."""
+    """Whether the members leave one by one, as at the end of a script: no round failed, no contribution was refused."""
     how, needed = (group.get("lost_by") or {}).get("how"), group["rounds_failed"] or group.get("refused")
     return how == "leaves" and not needed and "over" not in group
 

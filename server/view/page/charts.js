@@ -156,7 +156,7 @@ function draw(group, snapshot, layer) {
   for (const name of ["variances", "means"]) drawLayer(group, layer, name, span);
 }
 
-// A thick, named line for each rank with a finding; thin lines for the others, or the range of more than MANY.
+// A thick, named line for each rank with a finding; thin lines for the others, or their range above MANY.
 function drawLayer(group, layer, name, span) {
   const node = chart(name);
   node.node.hidden = !layer;

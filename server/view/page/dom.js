@@ -60,7 +60,7 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-// Runs `work`, which may move or replace the focused element, and focuses the element that has its key then.
+// Runs `work`, which may move or replace the focused element, then focuses the element with the same key.
 export function keepFocus(work) {
   const held = document.activeElement;
   const key = held?.dataset?.key;
@@ -97,7 +97,7 @@ export function headline({ text, severity }) {
   return (isShort ? `${head} ${next}` : head).replace(/[:;]$/, "");
 }
 
-// Findings on data that still hold, by rank, except equal data: they show in no layer.
+// Findings on data that still hold, by rank, except findings of equal data, which no layer shows.
 export function skews(group) {
   const found = (group.findings ?? []).filter((one) => one.kind === "skew" && !one.cleared && one.other === undefined);
   return new Map(found.map((one) => [one.rank, one]));
@@ -136,7 +136,7 @@ export function colours(...names) {
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
-// Requests JSON repeatedly, at most a tenth of the time: a map of many ranks takes long to fetch.
+// Requests JSON repeatedly. Requests take up at most a tenth of the time: a map of many ranks takes long to fetch.
 export class Source {
   constructor(path) {
     this.path = path;
@@ -154,7 +154,7 @@ export class Source {
       const found = answer.status === 200 ? await answer.json() : null;
       return key === this.key ? found : null;
     } catch {
-      return null; // the stream of snapshots says on the page that the view does not answer
+      return null; // the page says that the view does not answer when the stream of snapshots breaks
     } finally {
       if (key === this.key) this.rests = begun + 10 * (performance.now() - begun);
     }

@@ -5,13 +5,13 @@ import { Source, byId, colours, el, first, floats, median, percent, render, setT
 import { flag, shownMembers } from "./ranks.js";
 
 const TITLES = {
-  share: "how much of the layer's variance comes from the distance of this rank's mean; a full bar is 30%, on a square-root scale",
+  share: "how much of the layer's variance comes from the distance between the rank's mean and the overall mean; a full bar is 30%, on a square-root scale",
   variance: "up where the rank varies more than the others, down where less; a full bar is 16 times, on a logarithmic scale",
   mean: "how far the rank's mean lies from the others'; a full bar is half a standard deviation",
 };
 const CHIPS = 3;
 
-// Number of ranks, and the height of a row up to it.
+// Pairs of a maximum number of ranks and the height of a row in pixels.
 const HEIGHTS = [[8, 34], [16, 24], [64, 14], [Infinity, 6]];
 
 const source = new Source("heat");
@@ -77,7 +77,7 @@ function chooseView(group) {
   const skew = [...skews(group).values()].at(-1);
   const finding = skew ? JSON.stringify([skew.rank, skew.layer, skew.step]) : "";
   if (shown.picked || shown.finding === finding) return;
-  shown.finding = finding; // its numbers change, and the view stays
+  shown.finding = finding; // the view stays while only the finding's numbers change
   const isOfVariance = skew && skew.part < 0.1 && Math.abs(Math.log2(skew.variance)) >= 1;
   first(`[name=view][value=${isOfVariance ? "variance" : "share"}]`).checked = true;
 }
@@ -195,7 +195,7 @@ function cross(pen, members, height, wide, bad) {
   });
 }
 
-// Above the map: the names of a few layers, or the stages of many.
+// Above the map: the layers' names if there is room, else their stages, the part of a name before the first dot.
 function drawStages() {
   const { layers } = shown.figures;
   const width = canvas.clientWidth;

@@ -16,7 +16,7 @@ export function shownMembers(group) {
 
 export const flag = (member) => member.flag && el("span", { class: `flag ${LEVELS[member.severity] ?? ""}` }, member.flag);
 
-// A bar and its number; bars of waiting are hatched, so that the two kinds differ without colour.
+// A bar and its number; bars of the kind "waits" are hatched, so that the two columns of bars differ without colour.
 function bar(value, kind) {
   if (value === null || value === undefined) return "–";
   const filled = el("rect", { class: kind, width: `${Math.min(100, 100 * value)}%`, height: "100%", fill: kind === "waits" && "url(#hatch)" });
@@ -54,8 +54,8 @@ export function drawRanks(group) {
   render(first("tbody", table), rows);
   const { held_seconds: length } = group;
   const warm = length < 59 ? ", after 30\u00a0s of warm-up" : "";
-  const shares = length ? `shares are of the last ${duration(length)}${warm}; rounds include the exchange` : "shares need 40\u00a0s of rounds";
-  const when = `${shares}; round trip, and late when last: median / 99th percentile of all rounds, within a factor of 2`;
+  const shares = length ? `shares are of the last ${duration(length)}${warm}; the time in rounds includes the exchange` : "shares need 40\u00a0s of rounds";
+  const when = `${shares}; round trip, and how late a rank was when it came last: median / 99th percentile of all rounds, within a factor of 2`;
   const hidden = group.members_left_out ? `; ${whole(group.members_left_out)} more ranks are not in the report` : "";
   first("#ranks header p").textContent = (group.over ? "as last reported; the column Now is after the end" : when) + hidden;
   const more = byId("more-ranks");
