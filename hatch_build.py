@@ -12,7 +12,7 @@ NATIVE = Path("client", "native")
 
 
 class NativeCore(BuildHookInterface):  # type: ignore[type-arg]
-    """Puts the library into the wheel. The wheel is then for this platform and any Python: the library uses none."""
+    """Puts the library into the wheel, which then fits only this platform, but any Python version."""
 
     PLUGIN_NAME = "custom"
 
@@ -39,6 +39,6 @@ class NativeCore(BuildHookInterface):  # type: ignore[type-arg]
         build_data["tag"] = f"py3-none-{platform}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002 - the interface's
-        """Removes what was compiled for the wheel."""
+        """Removes the folder in which the library was compiled for the wheel."""
         if self._scratch:
             self._scratch.cleanup()

@@ -29,7 +29,7 @@ COMPARE_AFTER = 100
 
 INTRODUCTION = (
     "Batch norm needs the statistics of the whole batch, but a process that loads 2 of the 8 images sees only those 2. "
-    "One small network learns 1,797 handwritten digits four times, from the same weights and in the same order: with "
+    "One small network learns 1,437 handwritten digits four times, from the same weights and in the same order: with "
     "the whole batch in one process, in four processes that share their statistics over a `python -m server`, in four "
     "that do not, and in four replicas within one process."
 )

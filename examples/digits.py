@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 BATCH = 8
 
-# The other fifth of the 1,797 images is for the test.
+# The remaining fifth of the 1,797 images is for the test.
 TRAINING_IMAGES = 1437
 
 # Seed of the split, the initial weights and the order.

@@ -10,7 +10,7 @@ from rich.table import Table
 import digits
 from ways import REPLICAS, Length, Trained
 
-# Float32 rounding makes differences of about 1e-6 in the first hundred steps, unsynchronised statistics of about 1.
+# In the first hundred steps float32 rounding makes differences of about 1e-6, and unsynchronised statistics of about 1.
 TOLERANCE = 1e-4
 
 WHOLE_BATCH, SYNCHRONISED, UNSYNCHRONISED, DATA_PARALLEL = WAYS = (
@@ -35,7 +35,7 @@ class Result:
     Attributes:
         accuracy: share of the test images that are recognised after the training.
         weights: largest absolute difference from the whole batch's weights at the step of comparison.
-        running_statistics: the same of the running means, variances and batch counts.
+        running_statistics: the same for the running means, variances and batch counts.
         rounds: exchanges of statistics between processes, if any.
         median_round_trip: duration of an exchange, in seconds.
         seconds: duration of the training.

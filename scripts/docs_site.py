@@ -20,7 +20,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 DOCS = "docs/"
 
-# Places in the site of pages outside docs/, other than their paths.
+# Places in the site of pages outside docs/ that differ from their paths.
 PLACES = {
     "README.md": "readme.md",
     "CHANGELOG.md": "changelog.md",

@@ -8,7 +8,7 @@ SCRIPT = re.compile(r"`(\w+\.py)`[^\n]*:\n\n```python\n(.*?)^```$", re.MULTILINE
 
 
 def main(folder: Path) -> None:
-    """Write the scripts; prints their names."""
+    """Writes the scripts, and prints their names."""
     for name, text in SCRIPT.findall((Path(__file__).parents[1] / "README.md").read_text()):
         (folder / name).write_text(text)
         print(name)  # noqa: T201 - the command's result

@@ -187,7 +187,7 @@ def scaled(frames: Frames, start: float, seconds: float) -> Frames:
 
 
 def svg(frames: Frames) -> str:
-    """An SVG with the frames one below the other, and a window that shows one at a time; equal lines are there once."""
+    """An SVG with the frames one below the other, and a window that shows one at a time; it stores equal lines once."""
     known: dict[Line, int] = {}
     bodies, keys = [], []
     height = ROWS * LINE
@@ -232,7 +232,7 @@ def _text(line: Line, number: int) -> str:
 
 @contextmanager
 def training(folder: Path, environ: dict[str, str]) -> Iterator[None]:
-    """A server and four ranks, one of them with tripled inputs, until the server has found it."""
+    """A server and four ranks, one of them with tripled inputs; first waits until the server reports that rank."""
     fault = folder / "fault"
     fault.write_text("tripled")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
@@ -255,7 +255,7 @@ def training(folder: Path, environ: dict[str, str]) -> Iterator[None]:
 
 
 def wait_for_finding(endpoint: str, environ: dict[str, str]) -> None:
-    """Wait until the server has found the rank."""
+    """Wait until the server has reported the rank with tripled inputs."""
     status = [sys.executable, "-m", "server", "status", "--json", endpoint]
     for _ in range(100):
         told = subprocess.run(status, cwd=ROOT, env=environ, capture_output=True, text=True, check=False).stdout

@@ -16,9 +16,9 @@ from bench.tables import TABLES
 def main() -> None:
     """Runs the benchmarks, saves their results and writes the pages."""
     parser = argparse.ArgumentParser(prog="scripts/bench", description="Runs benchmarks and writes their tables.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TABLES)}; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(TABLES)}; default: all")
     parser.add_argument("--pages", action="store_true", help="run nothing, write the pages from the saved results")
-    parser.add_argument("--wait", type=float, default=120.0, help="seconds, before each, for the machine to be quiet")
+    parser.add_argument("--wait", type=float, default=120.0, help="most seconds to wait for a quiet machine")
     parser.add_argument("--busy", action="store_true", help="run on a busy machine too; the figures are marked")
     options = parser.parse_args()
     if unknown := set(options.names) - set(TABLES):

@@ -70,7 +70,7 @@ def _commit() -> str:
 
 
 def _git(*arguments: str) -> str:
-    command = ["git", *arguments]  # whichever git there is
+    command = ["git", *arguments]  # the git on the PATH
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
 
 

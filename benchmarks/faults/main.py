@@ -2,12 +2,12 @@
 
 - killed, frozen: three ranks; two wait in a round while the third gets SIGKILL or SIGSTOP. The time runs from the
   signal until both survivors have raised `ReplicaLost`.
-- mismatch: four ranks; after three steps the last one calls two of its layers in the other order. The time runs from
-  the start of that step, at the last rank to start it, until the last rank has raised `RoundMismatch`.
+- mismatch: four ranks; after three steps the last rank calls its first two layers in the opposite order. The time runs
+  from the moment when all ranks have started that step until all have raised `RoundMismatch`.
 - restart: two ranks exchange without a pause; the server gets SIGKILL and is started again. The time runs from the new
-  server's `listening on` until the later rank has completed a round.
+  server's `listening on` until both ranks have completed a round.
 
-The server listens on a Unix socket. Each repetition of the first three is a new job.
+The server listens on a Unix socket. Each repetition of killed, frozen and mismatch is a new job.
 """
 
 import argparse

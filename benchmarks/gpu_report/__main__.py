@@ -25,7 +25,7 @@ def main() -> None:
         description="Runs the steps of the GPU report, and writes results.json and report.md after each.",
     )
     known = {plan.name: plan for plan in PLANS}
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(known)}; default: all")
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"any of {', '.join(known)}; default: all")
     parser.add_argument(
         "--seconds",
         type=_seconds,
@@ -57,7 +57,7 @@ def report(runner: Runner, plans: Sequence[Plan], results: Results, all_plans: S
     """Runs steps and writes the report after each; returns the exit status.
 
     Args:
-        runner: how they are run.
+        runner: runs the steps.
         plans: the steps to run.
         results: the results of earlier calls; new ones are added to them.
         all_plans: all steps; the report lists the missing ones.

@@ -1,7 +1,7 @@
 """Cost of a computation on the host and the device, by torch's profiler, CUDA's events and the clock.
 
-On the CPU, which stands in for the GPU, similar figures replace these: operators for launches, reads of values for
-synchronisations, allocated bytes for the peak.
+On the CPU, which stands in for the GPU, similar figures are counted: operators instead of launches, reads of values
+instead of synchronisations, and allocated bytes instead of the peak.
 """
 
 import statistics
@@ -29,7 +29,7 @@ class Counts:
 
     Attributes:
         launches: kernels, and the device's filling of memory.
-        copies: from host to device, back, or within one.
+        copies: from host to device, back, or within the device.
         to_host: of these, the ones from device to host.
         waits: of the host for the device, a stream or an event, by a call that waits or by reading a value.
         busy: microseconds of kernels and copies on the device.

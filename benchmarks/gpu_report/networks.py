@@ -94,5 +94,5 @@ def check_close(found: Tensor, expected: Tensor, nr_roundings: float, what: str)
     bound = nr_roundings * torch.finfo(found.dtype).eps / 2 * float(expected.abs().max())
     difference = float((found.double() - expected.double()).abs().nan_to_num(nan=math.inf).max())
     if not difference <= bound:
-        raise AssertionError(f"{what}: expected up to {bound:.3g} from the other, got {difference:.3g}")
+        raise AssertionError(f"{what}: expected a difference of at most {bound:.3g}, got {difference:.3g}")
     return difference / bound if bound else 0.0

@@ -5,12 +5,12 @@ no code of this project. The allowed error of a result follows from the types al
 
 - The result is rounded once to its own type: half an ulp of it. Below the smallest normal number an ulp no longer
   shrinks.
-- Before that each value goes through at most `STEPS` operations in the compute type, which is float32 for all inputs
-  but float64. Each of them rounds once, relative to the largest term.
+- Before that each value goes through at most `STEPS` operations in the compute type, which is float64 for float64
+  inputs and float32 for all others. Each operation rounds once, relative to the largest term.
 - Statistics and gradients of parameters are sums over n values. A sum that is taken as a tree rounds each value log2(n)
   times on its way up.
 - The variance is a difference of two float64 sums, E[x²] - E[x]², so its error is `DIFFERENCE` roundings of float64
-  relative to the larger sum: times mean² / variance.
+  relative to the larger sum, or mean² / variance times as many relative to the variance.
 """
 
 import math
@@ -84,7 +84,7 @@ def expected(
 
 
 class _Call:
-    """One call in float64: every tensor of the input's size has shape (C, N and positions), and vectors (C, 1)."""
+    """One call in float64: every tensor of the input's size has shape (C, N * positions), and vectors (C, 1)."""
 
     def __init__(self, x: Tensor, grad: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
         self.x, self.grad = x, grad
@@ -112,7 +112,7 @@ class _Call:
         compute = torch.float64 if narrow == torch.float64 else torch.float32
         unit = torch.finfo(compute).eps / 2
         unit64 = DIFFERENCE * torch.finfo(torch.float64).eps / 2
-        # Of one value, relative to the largest term; the mean's error is in units of the standard deviation.
+        # Error of one value, relative to the largest term; the mean's error is in units of the standard deviation.
         lost = self.mean.square() * self.invstd.square() + self.mean.abs() * self.invstd
         relative = (STEPS + math.log2(self.number)) * unit + unit64 * lost
         weighted, normal, scale = self.grad.abs(), self.normal.abs(), self.scale.abs()
@@ -148,7 +148,7 @@ def _rounded(value: Tensor, error: Tensor, dtype: torch.dtype) -> Expected:
 
 
 def channels_first(tensor: Tensor) -> Tensor:
-    """Returns a tensor of shape (N, C, *) as (C, N and positions), and a vector as it is."""
+    """Returns a tensor of shape (N, C, *) as (C, N * positions), and a vector as it is."""
     tensor = tensor.detach()
     return tensor if tensor.dim() == 1 else tensor.transpose(0, 1).flatten(1)
 

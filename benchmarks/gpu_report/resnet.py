@@ -12,8 +12,8 @@ MakeNorm = Callable[[int], nn.Module]
 class Bottleneck(nn.Module):
     """Three convolutions and a shortcut.
 
-    The last scale of the branch starts at 0, so that each block of a new network returns its input: rounding
-    differences between two kinds of layers then do not grow with the depth.
+    The last scale of the branch starts at 0, so that the branches of a new network add nothing to the shortcuts:
+    rounding differences between two kinds of layers then do not grow with the depth.
     """
 
     def __init__(self, channels: int, width: int, stride: int, norm: MakeNorm) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-# Of the report's folder, which users send; results.json and report.md count too.
+# Limits of the report's folder, which users send; results.json and report.md count too.
 MAX_FILES = 8
 MAX_BYTES = 16 << 20
 OWN_FILES = ("results.json", "report.md")
@@ -71,7 +71,7 @@ class Results:
         """Returns the results of earlier calls.
 
         Raises:
-            ValueError: `results.json` is not one of this program.
+            ValueError: this program did not write `results.json`.
         """
         path = folder / "results.json"
         if not path.exists():
@@ -108,7 +108,7 @@ class Results:
             refused = self._refuses(path)
             target = self.folder / re.sub(r"[^A-Za-z0-9._-]", "_", f"{name}-{path.name}")
             if refused or target.name in result.files:
-                result.notes.append(f"dropped {path.name}: {refused or 'there is one of this name'}")
+                result.notes.append(f"dropped {path.name}: {refused or 'a file of this name exists'}")
                 continue
             target.write_bytes(path.read_bytes())
             result.files.append(target.name)

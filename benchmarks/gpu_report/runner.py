@@ -131,7 +131,7 @@ def ended_within(limit: float, command: list[str], log: Any, environ: dict[str, 
 
 
 def end_of(log: Path) -> str:
-    """Returns the last lines of a file, however long it is."""
+    """Returns the last `MAX_CHARACTERS` bytes of a file as text."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - MAX_CHARACTERS))
         return file.read().decode(errors="replace")

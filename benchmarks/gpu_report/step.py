@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Of each text, so that the report stays readable.
+# Limit of each text, so that the report stays readable.
 MAX_CHARACTERS = 4000
 
 

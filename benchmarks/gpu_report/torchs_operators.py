@@ -20,7 +20,7 @@ def _sums(x: Tensor) -> Tensor:
 
 
 def batch_norm_stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Mean and inverse deviation of each channel, in float32 at least."""
+    """Mean and inverse standard deviation of each channel, in float32 at least."""
     channels = x.to(torch.promote_types(x.dtype, torch.float32)).transpose(0, 1).flatten(1)
     return channels.mean(1), (channels.var(1, correction=0) + eps).rsqrt()
 
@@ -35,7 +35,7 @@ def batch_norm_gather_stats_with_counts(
     eps: float,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and inverse deviation over all ranks, with an update of the running statistics."""
+    """Mean and inverse standard deviation over all ranks, with an update of the running statistics."""
     del x
     shares = (counts / counts.sum()).unsqueeze(1)
     mean = (means * shares).sum(0)
@@ -46,7 +46,7 @@ def batch_norm_gather_stats_with_counts(
 
 
 def batch_norm_elemt(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor, eps: float) -> Tensor:
-    """The normalised input."""
+    """The normalised, scaled and shifted input."""
     del eps
     normalised = (x.to(mean.dtype) - _shaped(mean, x)) * _shaped(invstd, x)
     return (normalised * _shaped(weight, x) + _shaped(bias, x)).to(x.dtype)

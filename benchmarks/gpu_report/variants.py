@@ -1,9 +1,9 @@
-"""Four kinds of batch norm, in a process group of one rank: torch's without synchronisation, torch's with it, and ours.
+"""Four kinds of batch norm, in a process group of one rank: torch's two, and ours with rows on the device or the host.
 
 One rank is enough to send every round through NCCL, so launches, copies, synchronisations and the host's time equal
-those of a rank among many, without the wait for other ranks. Both layers would skip the exchange in a world of one:
-so torch's function is called without its module, and a check of ours is patched. Only this module and `worlds` patch
-internals of the client.
+those of a rank among many, without the wait for other ranks. `SyncBatchNorm` and our layer would skip the exchange in a
+world of one, so torch's function is called without its module, and a check of ours is patched. Only this module and
+`worlds` patch internals of the client.
 """
 
 from collections.abc import Callable, Iterator

@@ -35,8 +35,8 @@ def rows_on(device: torch.device, *, also_over_gloo: bool = False) -> Iterator[N
 def world_of_one(device: torch.device) -> Iterator[Any]:
     """Yields torch's default process group of this process alone, over NCCL on a GPU.
 
-    Layers with this `process_group` send all their rounds through it, as with more ranks. It stays until the process
-    ends, since NCCL may hang when it destroys a group.
+    Layers with this `process_group` send all their rounds through it, as with more ranks. The group stays until the
+    process ends, since NCCL may hang when it destroys a group.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
@@ -50,7 +50,7 @@ def _as_given(group: Any) -> Any:
 
 
 class Replicas(client.DataParallelWithCallback):
-    """Virtual replicas on one device, with a given number of samples each; 0 too.
+    """Virtual replicas on one device, with a given number of samples each, which may be 0.
 
     Args:
         module: the model.

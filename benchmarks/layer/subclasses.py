@@ -125,7 +125,7 @@ def _times(steps: dict[tuple[str, bool], Callable[[], None]], calls: int) -> dic
     with mock.patch.object(client.SynchronizedBatchNorm, "_must_synchronise", _believe):
         gc.disable()  # a collection would slow the layer that runs next
         for turn in range(WARM_UP + calls):
-            for each, run in order.sample(list(steps.items()), len(steps)):  # the previous layer makes a difference
+            for each, run in order.sample(list(steps.items()), len(steps)):  # the layer before it makes a difference
                 began = time.perf_counter()
                 run()
                 if turn >= WARM_UP:

@@ -1,7 +1,7 @@
 """Time of a round, compared with a gloo all_reduce and a bare ZeroMQ echo.
 
-All move the same vector of 2 x channels float64 between the same number of processes. They alternate in blocks of
-rounds, so that other load slows all alike, and the result is the ratio of their medians. A round travels over the
+Rounds and all_reduce add vectors of 2 x channels float64 of the same processes; the echo sends as many bytes from one
+process to a server and back. They alternate in blocks, so that other load slows all alike. A round travels over the
 server and in shared memory, each in four situations: back to back; after a pause, as the other layers of a training
 step cause; with a thread that computes in Python in each member; and with a process that computes for each member.
 """
@@ -43,7 +43,7 @@ PAUSE_SECONDS = 0.005
 SITUATIONS = ("", " paused", " thread", " process")
 WAYS = (*(f"{transport}{situation}" for transport in ("ours", "memory") for situation in SITUATIONS), "gloo", "echo")
 
-# Of a contribution, without its values.
+# Bytes of a contribution, without its values.
 FRAME_BYTES = 80
 
 # The share of `--rounds` that the slow ways run.

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 WARM_UP = 3
 
-# Ours, and the transport in which their rows travel.
+# Our networks, and the transport of their rows.
 OURS = {"server": SlavePipe, "memory": SharedMemoryPipe}
 CLASSES = 10
 
-# Ours too, without a measurement of the rounds.
+# Further networks of ours, whose rounds are not measured.
 BROADCAST, GROUP = "server, broadcast", "process group"
 
 Times = dict[str, list[float]]

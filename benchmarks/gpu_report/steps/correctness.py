@@ -1,7 +1,7 @@
 """Whether output, gradients and running statistics equal a float64 reference for all shapes, types and layouts.
 
 Rows stay on the device: over a process group of one rank, and between virtual replicas, one of which has no samples.
-Each case runs twice, and has to give the same bits. `gpu_report.reference` says how near to float64 results have to be.
+Each case runs twice, and has to give the same bits. `gpu_report.reference` computes how large their errors may be.
 """
 
 import math
@@ -54,11 +54,11 @@ MASKED_SHARE = 0.7
 # Forward and backward.
 ROUNDS_OF_A_CALL = 2
 
-# More elements than an index of 32 bits counts.
+# More elements than a signed index of 32 bits counts.
 LARGE = (33, 64, 1024, 1024)
 LARGE_STAND_IN = (3, 4, 32, 32)
 
-# Of the large case: input, output gradient, two outputs and two input gradients, and temporary memory of kernels.
+# Memory of the large case: input, output gradient, two outputs, two input gradients, and kernels' temporary memory.
 BYTES_PER_ELEMENT = 2 * 6 + 4 * 5
 
 

@@ -28,7 +28,7 @@ WARM_UP = 3
 # Scale of the loss, which keeps the gradients above float16's smallest numbers, as a GradScaler would.
 LOSS_SCALE = 64.0
 
-# Input, two convolutions with their weights, two batch norms, two activations, a mean, the classifier and its weight;
+# Two convolutions with their weights, two batch norms, two activations, a mean, the classifier and its weight;
 # in each of the two computations that are compared.
 HALF_ROUNDINGS = 2 * 11
 

@@ -1,7 +1,7 @@
 """What one layer costs, forward and backward: kernel launches, copies, waits of the host, time and memory.
 
-Compared with `nn.BatchNorm2d`, which is not synchronised, and torch's `SyncBatchNorm`, in a process group of one rank.
-One rank waits for no other, so the costs are those of the layer itself.
+Our layer is compared with `nn.BatchNorm2d`, which is not synchronised, and with torch's `SyncBatchNorm`, in a process
+group of one rank. A single rank waits for no other, so only the layer's own costs count.
 """
 
 from collections.abc import Callable

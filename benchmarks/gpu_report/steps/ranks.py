@@ -1,7 +1,7 @@
 """Whether several ranks on one GPU equal one rank with the whole batch, and all raise when they call different layers.
 
-NCCL takes one rank per GPU, so the ranks gather over gloo, with their rows on the device; then over shared memory, as
-`client.connect()` has it on one host. Virtual replicas in one process get the same slices.
+NCCL takes one rank per GPU, so the ranks gather over gloo, with their rows on the device. Then they use shared memory,
+which `client.connect()` chooses on one host. Virtual replicas in one process get the same slices.
 """
 
 import time
@@ -143,7 +143,7 @@ def _check_near(step: Step, way: str, size: int, found: Sequence[Found]) -> None
 
 
 def _joined(found: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the whole batch's results: parameters have the gradients of their own rank's slice."""
+    """Joins the ranks' slices, and adds their gradients of the parameters, to get the whole batch's results."""
     joined = {name: torch.cat([each[name] for each in found]) for name in ("output", "input gradient")}
     for name in ("weight gradient", "bias gradient"):
         joined[name] = torch.stack([each[name].double() for each in found]).sum(0).to(found[0][name].dtype)

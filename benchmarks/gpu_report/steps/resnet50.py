@@ -30,7 +30,7 @@ TRACE = "two-steps.json.gz"
 
 
 def run(step: Step) -> None:
-    """Trains with each kind of layer at each batch size, and compares its first steps with those of the plain one."""
+    """Trains with each kind of layer at each batch size, and compares the first steps with the plain layers'."""
     batches = step.pick(BATCHES, TINY_BATCHES)
     with variants.in_a_world_of_one(step) as of_all:
         for batch in batches:
