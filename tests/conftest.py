@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-# Small tensors in many processes: more threads than cores slow each other.
+# Many processes compute on small tensors: with more threads than cores they would slow each other down.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else inductor starts processes that import torch and remain
 
@@ -49,7 +49,7 @@ WAIT_SECONDS = 100.0
 # Limit for the teardown of a test that has timed out, and for pytest's exit after the last test.
 ENDING_SECONDS = 200.0
 
-# On a busy machine a process may stall for seconds, and a compiler holds Python's lock: neither may lose a member.
+# On a busy machine or while a compiler holds the GIL, a process may stall for seconds, and must not count as lost.
 # Tests of lost members have their own servers.
 SILENCE_SECONDS = 60.0
 
@@ -67,7 +67,7 @@ ALONE_WORDS = re.compile(r"honest_job_beside|mark\.alone")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
-    """Marks tests by their fixtures; a test that starts such processes without a fixture has the mark already."""
+    """Marks tests by their fixtures; a test that starts processes without a fixture has its mark in its source."""
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if fixtures & PROCESSES:
@@ -133,7 +133,7 @@ def _end_process_in(seconds: float, config: pytest.Config) -> None:
 
 @cache
 def _stderr_of(config: pytest.Config) -> int:
-    """The error output that pytest does not capture; pytest closes its own at the end."""
+    """A copy of the stderr that pytest does not capture; pytest closes its own copy at the end."""
     return os.dup(config.stash.get(fault_handler_stderr_fd_key, sys.__stderr__.fileno()))
 
 
@@ -169,7 +169,7 @@ def impatient_server() -> Iterator[Server]:
 
 @contextmanager
 def running_server(*options: str, bind: str = "", setup: str = "") -> Iterator[Server]:
-    """A server process that runs `setup` first and must exit with 0; without `bind` on a Unix socket."""
+    """A server process that first runs `setup` and must exit with 0; without `bind` it listens on a Unix socket."""
     program = (
         ["-c", f"{setup}; from server.__main__ import main; raise SystemExit(main())"] if setup else ["-m", "server"]
     )
@@ -255,7 +255,7 @@ def members(server: Server, pool: ProcessPoolExecutor, job: str) -> Callable[...
 
 @dataclass(frozen=True)
 class Rank:
-    """A process of a process group of torch's, without a connection."""
+    """A process of a torch process group, without a connection."""
 
     rank: int
     world_size: int

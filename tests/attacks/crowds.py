@@ -1,4 +1,4 @@
-"""Jobs of many groups and rounds that one tenant makes, to weigh on a server."""
+"""Jobs of many groups and rounds that one tenant makes, to load a server."""
 
 import contextlib
 import time
@@ -14,7 +14,7 @@ from statsd_bn.round_key import RoundKey
 # Messages in flight at a time, each with an answer; unread answers are dropped.
 AT_A_TIME = 32
 
-# Pause between two attacks, which leaves the processors to others.
+# Pause after `AT_A_TIME` messages, which leaves the processors to others.
 PAUSE_SECONDS = 0.005
 
 ROW = Rows((1,), np.ones((1, 1, 1)))

@@ -7,7 +7,7 @@ from fuzzing.fuzz_target import JOBS, SOUND, TOKENS
 from statsd_bn.messages import Heartbeat, StatusRequest, digest
 from statsd_bn.wire import encode
 
-# Placeholder for a connection's mark.
+# Placeholder for a connection's mark: 6 characters in its tokens and job names, which tell its answers from others.
 NO_MARK = b"000000"
 
 # First result of an unseeded `rand()`: a ROUTER's first id.
@@ -31,7 +31,7 @@ def templates() -> list[bytes]:
     found = []
     for frame in SOUND:
         if frame == encode(StatusRequest()):
-            continue  # without keys it reports all jobs
+            continue  # without keys the server reports all jobs
         marked = frame
         for number, token in enumerate(TOKENS):
             marked = marked.replace(token, bytes([64 + number]) + b"-" + NO_MARK)
@@ -55,7 +55,7 @@ def changed(frame: bytes, chance: random.Random) -> bytes:
 
 
 def random_frames(chance: random.Random, number: int) -> list[bytes]:
-    """Frames of a connection. Most lists change few frames, since the server soon closes one with many bad frames."""
+    """Frames of a connection, mostly with few changes: the server soon closes a connection with many bad frames."""
     changes = chance.choice(CHANGES)
     sound = templates()
     frames = []

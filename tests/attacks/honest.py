@@ -19,7 +19,7 @@ from bench.quiet import Others
 from attacks.peers import job_of
 from attacks.servers import BESIDE_ACCOUNT_BYTES, Attacked
 
-# Rows as of a narrow layer, of two vectors with 64 channels; the last channel tells whether a member wants to end.
+# Rows as of a narrow layer, of two vectors with 64 channels; the last channel says whether a member wants to end.
 VECTORS, CHANNELS = 2, 64
 
 # Number of different contributions, which a member sends in turn.
@@ -136,7 +136,7 @@ def lengths(played: list[Played], first: float, last: float) -> list[float]:
 
 
 def slowed(played: list[Played], phases: list[tuple[float, float, float]]) -> tuple[float, float]:
-    """Slowdown of the median round and of all rounds, relative to the quiet phase before: medians of all attacks."""
+    """Slowdown of the median round and of all rounds, relative to the quiet phase before: medians over the attacks."""
     rounds, pauses = [], []
     for quiet, began, ended in phases:
         before, beside = lengths(played, quiet, began), lengths(played, began, ended)

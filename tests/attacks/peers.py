@@ -16,7 +16,7 @@ ANSWER_SECONDS = 5.0
 
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 
-# First byte of a frame (ZMTP 3.1): more to come, a length of 8 bytes, a command.
+# Flags in the first byte of a frame (ZMTP 3.1): more to come, a length of 8 bytes, a command.
 MORE, LONG, COMMAND = 1, 2, 4
 
 _jobs = itertools.count()
@@ -63,7 +63,7 @@ class Peer:
         self.socket = plain
 
     def send(self, *messages: Message | bytes) -> None:
-        """Sends messages, or frames as they are; drops those for which the socket has no room."""
+        """Sends messages, or frames as they are; drops the rest as soon as the socket has no room."""
         for message in messages:
             frame = message if isinstance(message, bytes) else encode(message)
             try:

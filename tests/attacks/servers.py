@@ -58,7 +58,7 @@ class Attacked:
         return load_client(path) if path else None
 
     def highest(self) -> int:
-        """The most memory in bytes that it has had."""
+        """The server's peak resident memory in bytes."""
         return 1024 * int(_status(self.process.pid, "VmHWM"))
 
     def processor_seconds(self) -> float:

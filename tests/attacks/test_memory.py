@@ -23,7 +23,7 @@ WIDE = Rows((1,) * 8, np.ones((8, 2, 65_536)))
 
 @pytest.fixture
 def server(start):
-    # Attackers stop after their messages are stored.
+    # A long silence is allowed, since attackers send nothing more once their messages are stored.
     return start(*accounting(ACCOUNT), "--silence-seconds", "3600", account=ACCOUNT)
 
 
@@ -32,7 +32,7 @@ def small_server(start):
     return start(*accounting(ACCOUNT // 2), "--silence-seconds", "3600", account=ACCOUNT // 2)
 
 
-def test_futures_are_counted(small_server, honest_job_beside):
+def test_open_rounds_are_counted(small_server, honest_job_beside):
     with honest_job_beside(small_server) as beside, Peers(small_server) as peers, beside.attacked():
         crowd(peers, "bob", groups=8, size=400, rounds=256)
         assert small_server.report()["over_limits"] > 0
@@ -97,7 +97,7 @@ def test_a_repeated_reason_is_kept_once(server, honest_job_beside):
 
 @pytest.mark.alone  # how much ZeroMQ holds depends on other processes' use of the processor
 def test_waiting_large_messages_are_bounded(server, honest_job_beside):
-    """They arrive over many connections, faster than the server reads them; the honest job may be slow."""
+    """The messages arrive over many connections, faster than the server reads them; the honest job may be slow."""
     with honest_job_beside(server, slowdown=ANY_SLOWDOWN) as beside, Peers(server) as peers:
         job = job_of("bob")
         crowd_ = [peers.open(SNDHWM=8) for _ in range(16)]

@@ -59,7 +59,7 @@ def parts(packed: bytes) -> tuple[bytes, bytes]:
 
 STRUCTURES = {f"extensions {depth} deep": nested(depth, serialization.TUPLE) for depth in DEPTHS}
 STRUCTURES |= {"counters": nested(1_000, serialization.COUNTER), "lists": lists(100_000)}
-STRUCTURES |= {"its own lists": in_a_row([None], 100_000), "its own tuples": in_a_row((None,), 100_000)}
+STRUCTURES |= {"serialized lists": in_a_row([None], 100_000), "serialized tuples": in_a_row((None,), 100_000)}
 
 
 def gather_with_victim(server: Attacked, job: str, structure: bytes) -> tuple[int, str]:

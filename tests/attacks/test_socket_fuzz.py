@@ -1,4 +1,4 @@
-"""A server survives any frames and routing ids of key holders; `scripts/fuzz` plays far more."""
+"""A server survives any frames and routing ids of key holders; `scripts/fuzz` sends far more."""
 
 import pytest
 

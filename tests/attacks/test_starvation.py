@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 ATTACK_SECONDS = 1.0
 
 
-# Members send no heartbeats.
+# Members send at most one heartbeat.
 PATIENT = ("--silence-seconds", "3600")
 
 
@@ -48,7 +48,7 @@ def say_that_all_wait(peers: Peers, groups: int, size: int, ranks: Members) -> N
         for member in range(1, size):
             late[digest(session(group, member))] = peer, group, member
             peer.send(Heartbeat(session(group, member)))
-    # Each answers three requests, which are a second apart, so the server considers it blocked there.
+    # Each late member answers three requests, a second apart, so the server considers it blocked in its collective.
     answers = dict.fromkeys(late, 0)
     expiry = time.monotonic() + START_SECONDS
     while min(answers.values()) < 3:

@@ -1,4 +1,4 @@
-"""Marks for the variants of an attack: those of every test run, and those of `scripts/attack` alone."""
+"""Marks for the variants of an attack: some run in every test run, the others only in `scripts/attack`."""
 
 from collections.abc import Mapping
 

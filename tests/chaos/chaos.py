@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--rounds", type=_positive(int), default=3, help="runs of all scenarios (default 3)")
-    length.add_argument("--minutes", type=_positive(float), help="start no further run of all after this time")
+    length.add_argument("--minutes", type=_positive(float), help="start no further run after this time")
     parser.add_argument("--seed", type=int, help="seed of the faults (default: a new one each time, printed)")
     parser.add_argument("--transport", choices=TRANSPORTS, help="transport of the members' rows")
     parser.add_argument("--only", choices=[each.__name__ for each in chaos_scenarios.SCENARIOS], help="one scenario")

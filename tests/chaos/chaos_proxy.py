@@ -24,7 +24,7 @@ ANSWER_SECONDS = 20.0
 
 @dataclass(eq=False)
 class _Flow:
-    """One direction of one connection; it reads again once all that it read has been sent."""
+    """One direction of one connection; it reads only after all bytes that it read before have been sent."""
 
     direction: str
     source: socket.socket

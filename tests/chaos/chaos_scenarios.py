@@ -21,7 +21,7 @@ STEPS = 80
 # Steps allowed only after the fault, so that survivors have work left.
 STEPS_AFTER = 2
 
-# Chance that a fault follows before all have recovered from the one before, and the longest pause between these two.
+# Chance that a fault comes before all have recovered from the previous one, and the longest pause between the two.
 TROUBLED_AGAIN = 0.25
 COMING_BACK_SECONDS = 0.3
 
@@ -63,12 +63,12 @@ def _undisturbed() -> tuple[str, ...]:
 
 
 def killed_member(chance: random.Random, folder: Path, times: int = 1) -> Result:
-    """A member is killed; all others get its rank."""
+    """A member is killed; the errors of all others name its rank."""
     return _lose(chance, folder, times, signal.SIGKILL)
 
 
 def frozen_member(chance: random.Random, folder: Path, times: int = 1) -> Result:
-    """A member is stopped by a signal; all others get its rank, and itself too when it continues."""
+    """A member is stopped by a signal; all others' errors name its rank, and so does its own when it continues."""
     return _lose(chance, folder, times, signal.SIGSTOP)
 
 
@@ -121,7 +121,7 @@ def looping_member(chance: random.Random, folder: Path, times: int = 1) -> Resul
 
 
 def failing_member(chance: random.Random, folder: Path, times: int = 1) -> Result:
-    """A member raises and leaves; all others get its rank and its error."""
+    """A member raises and leaves; the errors of all others name its rank."""
     seconds = []
     with Server(folder) as server:
         for turn in range(times):
@@ -138,7 +138,7 @@ def failing_member(chance: random.Random, folder: Path, times: int = 1) -> Resul
 
 
 def killed_master(chance: random.Random, folder: Path, times: int = 20) -> Result:
-    """The server is killed and started again; some kills come while the members are still coming back."""
+    """The server is killed and started again; some kills come while the members still recover."""
     endpoint = f"ipc://{folder}/server"
     with Server(folder, endpoint) as server, Members([endpoint] * WORLD, "master", STEPS) as members:
 
@@ -220,7 +220,7 @@ def everything(chance: random.Random, folder: Path, times: int = 20) -> Result:
 
 
 def member_that_is_cut_off(chance: random.Random, folder: Path, times: int = 1) -> Result:
-    """A member's frames are held for too long with its connections kept; all get its rank."""
+    """A member's frames are held back for too long, on open connections; all errors name its rank."""
     seconds = []
     with ExitStack() as stack:
         server = stack.enter_context(Server(folder))
@@ -238,7 +238,7 @@ def member_that_is_cut_off(chance: random.Random, folder: Path, times: int = 1) 
 
 
 def killed_member_and_master(chance: random.Random, folder: Path, times: int = 1) -> Result:
-    """A member and the server are killed almost together; the others get the missing rank."""
+    """A member and the server are killed almost together; the errors of the others name the lost rank."""
     seconds = []
     with Server(folder, f"ipc://{folder}/server") as server:
         for turn in range(times):
@@ -284,7 +284,7 @@ def _through_proxies(
 
 
 def _go_through(members: Members, chance: random.Random, times: int, trouble: Callable[[], float]) -> Result:
-    """Causes a fault at random moments, each of which returns its end; the weights must stay undisturbed."""
+    """Calls `trouble`, which returns when it ended, at random moments; the weights must equal an undisturbed run's."""
     at_once = STEPS // times - STEPS_AFTER
     seconds = []
     is_coming_back = False

@@ -1,4 +1,4 @@
-"""The processes of the chaos tests: a server that can be killed, and members that train; nothing survives its block."""
+"""The processes of the chaos tests: a server to kill, and members that train; each ends with its `with` block."""
 
 import os
 import signal

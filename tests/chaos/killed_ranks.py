@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Kills ranks on a Unix socket and over TCP with keys, and prints a line for each."""
     parser = argparse.ArgumentParser(prog="scripts/chaos kills", description=__doc__)
     parser.add_argument("kills", type=int, help="how many in each way")
-    parser.add_argument("--seed", type=int, default=0, help="of all chance")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
     options = parser.parse_args(arguments)
     starter.warm_up()
     for where, with_keys in (("ipc", False), ("tcp with keys", True)):

@@ -100,7 +100,7 @@ class Members:
 class Soaked:
     rounds: int = 0  # of each rank
     in_memory: int = 0  # of each rank in the last job, without the server
-    over_server: int = 0  # of each rank, in memory and then over the server too
+    over_server: int = 0  # of each rank, repeated over the server
     server_kills: int = 0
     rank_kills: int = 0
 
@@ -190,9 +190,9 @@ def memories_of(pid: int) -> set[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/chaos soak", description=__doc__)
     parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=1_000_000, help="of each number of members")
-    parser.add_argument("--kill-seconds", type=float, default=KILL_SECONDS, help="between kills of the server, at most")
-    parser.add_argument("--rank-seconds", type=float, default=RANK_SECONDS, help="to the kill of a rank, at most")
+    parser.add_argument("--rounds", type=int, default=1_000_000, help="for each number of members")
+    parser.add_argument("--kill-seconds", type=float, default=KILL_SECONDS, help="most between kills of the server")
+    parser.add_argument("--rank-seconds", type=float, default=RANK_SECONDS, help="most until a rank is killed")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     options = parser.parse_args(arguments)
     if min(options.members) < 2:
@@ -210,9 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         print(
             f"{size} ranks: {soaked.rounds} rounds each in {time.monotonic() - started:.0f} s, {soaked.in_memory} of "
-            f"the last job's without the server, {soaked.over_server} also by each over it, "
+            f"the last job's without the server, {soaked.over_server} repeated over the server, "
             f"{soaked.server_kills} kills of the server, {soaked.rank_kills} of a rank; all bits right; "
-            f"nothing left of {left} killed",
+            f"no memory left of {left} killed ranks",
             flush=True,
         )
     return int(findings > 0)

@@ -88,7 +88,7 @@ def test_a_service_writes_to_its_volumes_alone_and_has_limits(compose, file, nam
     assert "privileged" not in service
 
 
-def test_a_server_that_falls_is_started_again_and_a_replica_is_not(compose):
+def test_a_failed_server_is_restarted_and_a_failed_replica_is_not(compose):
     found = {name: service["restart"] for name, service in compose("docker-compose.yml")["services"].items()}
     # A string: YAML's own `no` would be False.
     assert found == {"keygen": "no", "server": "unless-stopped", "replica": "no"}

@@ -160,7 +160,7 @@ def test_the_server_reaches_nobody_and_replicas_reach_one_another_the_server_and
     assert ports == [53, 53]
 
 
-def test_the_server_is_one_that_is_probed_and_reached_by_members_only():
+def test_there_is_one_server_which_is_probed_and_reached_by_members_only():
     server = named("Deployment", "statsd-bn-server")
     assert (server["spec"]["replicas"], server["spec"]["strategy"]) == (1, {"type": "Recreate"})
     (container,) = containers(server)

@@ -37,7 +37,7 @@ def test_the_server_takes_the_command_and_the_variables():
     assert variables <= set(re.findall(r"STATSD_BN_\w+", parser({}).format_help()))
 
 
-def test_a_server_that_falls_is_started_again_unless_its_settings_are_unusable():
+def test_a_failed_server_is_restarted_unless_its_settings_are_invalid():
     assert values("Restart") == ["always"]
     assert values("RestartPreventExitStatus") == [str(EXIT_CODES[ConfigurationError])]
     assert values("ExecReload") == ["/bin/kill -HUP $MAINPID"]

@@ -37,7 +37,7 @@ class Destinations(TorchFunctionMode):
 
 @pytest.fixture
 def transport(monkeypatch):
-    """Over a group of one rank that takes tensors of GPUs only."""
+    """A transport over a group of one rank that takes only GPU tensors."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     world = distributed.group.WORLD
     monkeypatch.setattr(type(world), "_device_types", [torch.device("cuda")])
@@ -84,11 +84,11 @@ def test_an_input_that_the_group_cannot_take_changes_nothing(transport):
     assert device_of(device_rows.device_capacity, transport, [input_on("cpu")]) == SECOND
 
 
-def test_before_any_input_it_is_the_device_that_the_group_is_bound_to(transport, monkeypatch):
+def test_before_any_input_host_messages_use_the_device_that_the_group_is_bound_to(transport, monkeypatch):
     monkeypatch.setattr(type(distributed.group.WORLD), "bound_device_id", SECOND)
     assert device_of(gather, transport) == SECOND
 
 
-def test_without_a_bound_device_it_is_the_current_one(transport, monkeypatch):
+def test_without_a_bound_device_host_messages_use_the_current_one(transport, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert device_of(gather, transport) == SECOND

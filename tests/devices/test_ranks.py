@@ -1,4 +1,4 @@
-"""Rows that stay on devices, over a process group: the host reads none, and errors come late. The CPU is the device."""
+"""Rows that stay on devices, over a process group: the host reads none, and errors come late. The CPU stands in."""
 
 import numpy as np
 import pytest

@@ -82,7 +82,7 @@ def _summary(path: Path) -> str:
 
 
 def _brief(summary: str) -> str:
-    """A summary without its last clause, if at least three words remain."""
+    """A summary without its explanation, if at least three words remain."""
     main, *_ = DETAIL.split(summary)
     return main if len(main.split()) > 2 else summary
 

@@ -1,4 +1,4 @@
-"""Runs the documentation's `docker` commands with a container engine, where one is asked for."""
+"""Runs the documentation's `docker` commands with a container engine, if STATSD_BN_TEST_ENGINE is 1."""
 
 import importlib.util
 import os
@@ -33,7 +33,7 @@ def script(name: str) -> ModuleType:
 def want_of_engine(words: Sequence[str] = ()) -> str | None:
     """Why a command cannot run here, or None."""
     if os.environ.get(ASKED_FOR_BY) != "1":
-        return f"asked for by {ASKED_FOR_BY}=1"
+        return f"runs only with {ASKED_FOR_BY}=1"
     if shutil.which("docker") is None:
         return "needs a container engine; docker/bootstrap-engine gives one"
     if any("gpu" in word for word in words) and shutil.which("nvidia-container-cli") is None:

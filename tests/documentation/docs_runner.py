@@ -40,7 +40,7 @@ class Outcome:
 
 
 class Runner:
-    """The process that forks; leaving it ends the process."""
+    """The process that forks; leaving the `with` block ends it."""
 
     def __enter__(self) -> Self:
         self._pipe, theirs = STARTER.Pipe()
@@ -117,10 +117,10 @@ def _execute(told: Run, names: dict[str, Any]) -> None:
     names |= docs_stand_ins.names(told.text)
     if "DistributedDataParallel(" in told.text and "init_process_group" not in told.text:
         distributed.init_process_group("gloo")
-    # With empty lines before it, so that line numbers in a traceback are those of the page.
+    # Empty lines before the block make the line numbers in a traceback the same as on the page.
     code = compile("\n" * (told.line - 1) + told.text, told.page, "exec")
     try:
-        exec(code, names)  # noqa: S102 - that is what it is for
+        exec(code, names)  # noqa: S102 - a block of the documentation
     except docs_stand_ins.ReplicaLost as error:
         if error is not docs_stand_ins.lost:
             raise

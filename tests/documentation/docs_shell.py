@@ -33,7 +33,7 @@ SECONDS = 60.0
 
 Words = Sequence[str]
 
-# The project, and the stand-ins for what a reader's script has.
+# The project, and the stand-ins for names that a reader's script has.
 PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
@@ -60,7 +60,7 @@ WHAT_TO_DO = "No test can run {command!r} yet: add it to `Shell` in tests/docume
 
 
 class Shell:
-    """Runs the commands of one block in a folder; leaving it ends the servers that it has started."""
+    """The commands of one block, run in a folder; `run` also ends the servers that they start."""
 
     def __init__(
         self, block: Block, folder: Path, endpoint: str, environs: Callable[[int], Any], python: Callable[[Run], None]

@@ -8,7 +8,7 @@
 | `optimizer`, `criterion` | SGD, and a loss |
 | `images`, `labels`, `loader` | a batch of 8 images, and 3 such batches |
 | `micro_batches` | the batch in 4 pieces |
-| `train_loop`, `accuracy` | an object with a `train_loader` and no others, and a number |
+| `train_loop`, `accuracy` | an object with a `train_loader` and no other loaders, and a number |
 | `train` | a function that ends with the `ReplicaLost` in `lost`, for pages about errors |
 | `Module`, `module` | a LightningModule with this model, loss and data, in a block with a `Trainer` |
 | `model`, `dataset` | a model that returns its loss, and its images and labels, in a block with `transformers` |

@@ -36,7 +36,7 @@ def test_the_wheel_holds_the_three_packages_typed_and_nothing_else(tmp_path):
     assert "statsd-bn = statsd_bn.name_conflicts:main" in entry_points
 
 
-def test_the_oldest_versions_are_tested_that_users_may_install():
+def test_the_oldest_versions_that_users_may_install_are_tested():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     users = "torch", "lightning", "accelerate", "demo"
@@ -67,7 +67,7 @@ def test_every_package_has_a_docstring_of_two_parts(path):
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
     first, _, more = docstring.partition("\n\n")
     assert first, "expected a docstring that says what belongs there"
-    assert more, "expected a second paragraph: what does not belong there, or what it may not do, or how to get in"
+    assert more, "expected a second paragraph: what belongs elsewhere, what the package may not do, or its entry point"
 
 
 def test_the_code_that_talks_to_the_server_imports_no_torch():

@@ -61,7 +61,7 @@ def test_a_python_block_runs(block, python, environs, tmp_path, endpoint_of):
 
 
 @of("sh")
-@pytest.mark.timeout(120 if want_of_engine() else 2400)  # images take their time
+@pytest.mark.timeout(120 if want_of_engine() else 2400)  # building images takes minutes
 def test_a_shell_block_runs(shell, block):
     shell(block).run()
 

@@ -34,7 +34,7 @@ DONE: list[tuple[Callable[[], object], dict[str, str]]] = [
     (client.connect, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node-7", "STATSD_BN_SECRET": "short" * 30}),
     (client.connect, {"STATSD_BN_LOG_LEVEL": "as loud as you can, please"}),
     (lambda: client.connect(NOBODY, rank=0, world_size=2), {}),
-    (lambda: client.connect("what is no endpoint, and is told as it was given", rank=0, world_size=2), {}),
+    (lambda: client.connect("not an endpoint, and quoted in full by the error", rank=0, world_size=2), {}),
     (lambda: client.connect(OPEN, rank=0, world_size=2, curve=f"{NOBODY}/client.key_secret"), {}),
     (lambda: client.connect(OPEN, rank=0, world_size=2, transport="the fastest one that there is on this machine"), {}),
     (lambda: client.connect(OPEN, rank=0, world_size=2, policy="elastic", min_members=3), {}),
@@ -74,11 +74,11 @@ def test_errors_of_invalid_values_have_a_short_first_line():
 
 COMMANDS = [
     ["--bind", OPEN],
-    ["--bind", "what is no endpoint, and is told as it was given, and given at such a length that it needs two lines"],
+    ["--bind", "not an endpoint, and quoted in full by the error, and so long that the error needs two lines for it"],
     ["--bind", "ipc:///tmp/" + "a_folder/" * 20 + "socket"],
     ["status", "udp://127.0.0.1:1"],
     ["status", OPEN, "--curve", f"{NOBODY}/client.key_secret"],
-    ["keygen", "/dev/null/a folder that cannot be made, since what it should be made in is no folder at all/keys"],
+    ["keygen", "/dev/null/a folder that cannot be made, because the path above it is a device and no folder/keys"],
     ["statsu"],
     ["status", "--wacth"],
 ]

@@ -157,7 +157,7 @@ def frame_of(header: list[Any]) -> bytes:
 
 
 def changed(message: type[messages.Message], field: Field, value: Any) -> bytes:
-    """A frame with one changed field, and with the field that counts it or that it counts adapted."""
+    """A frame with one changed field; another field that counts it, or that it counts, is adapted."""
     header = header_of(encode(SAMPLES[message]))
     numbers = {one.name: one.number for one in documented(title_of(message))}
     header[field.number] = value
@@ -265,7 +265,7 @@ def test_every_field_accepts_only_its_type(message):
     header = header_of(encode(SAMPLES[message]))
     for field in documented(title_of(message)):
         assert type(header[field.number]) is TYPES[field.type], field
-        # In these two, fields are bytes at fixed places, so no value can have another type.
+        # In these two messages, fields are bytes at fixed places, so no value can have another type.
         if message not in {messages.Contribution, messages.Aggregate}:
             assert is_refused(changed(message, field, FOREIGN[field.type])), field
 
@@ -390,16 +390,16 @@ WAYS: dict[str, Callable[[], list[messages.Message]]] = {
     "a foreign session": lambda: play(*OPEN, then=said_by_eve(messages.Heartbeat(session_of(0)))),
     "a foreign job": lambda: play(register(0), then=said_by_eve(register(1))),
     "an unsound frame": lambda: play(b"garbage"),
-    "a session that registers as somebody else": lambda: play(register(0), register(1, session=session_of(0))),
+    "a session that registers as another member": lambda: play(register(0), register(1, session=session_of(0))),
     "a foreign key": lambda: play(*OPEN, contribution(0, key=key(job="other"), session=session_of(0))),
     "another version": lambda: play(b"SBN" + bytes([PROTOCOL_VERSION + 1]) + bytes(4)),
     "other results": lambda: play(*TWO_RESULTS, contribution(0, key=key(step=1))),
     "other results, and registering": lambda: play(*TWO_RESULTS, register(0)),
-    "results that have not come": lambda: play(register(0, **PAST), messages.Heartbeat(session_of(0))),
+    "missing results": lambda: play(register(0, **PAST), messages.Heartbeat(session_of(0))),
     "another policy": lambda: play(register(0), register(1, min_members=1)),
     "a session that has left": lambda: play(*OPEN, messages.Leave(session_of(0), ""), contribution(0)),
-    "the end before the beginning": lambda: play(register(0), then=Dispatcher.stop),
-    "a round that is over for long": lambda: play(
+    "the server's end before the group opens": lambda: play(register(0), then=Dispatcher.stop),
+    "a round that ended long ago": lambda: play(
         register(0, 1), *(contribution(0, key=key(step=step)) for step in (*range(limits.CACHED_ROUNDS + 1), 0))
     ),
     "a member that does not come back": lambda: play(
@@ -412,11 +412,11 @@ WAYS: dict[str, Callable[[], list[messages.Message]]] = {
     "a member twice": lambda: play(register(0), register(0, session=FRESH)),
     "another world size": lambda: play(register(0), register(1, 3)),
     "a number outside of the world": lambda: play(register(2, 2)),
-    "one member more": lambda: play(*(register(member, 2, group="pair") for member in (3, 5, 4))),
+    "one member too many": lambda: play(*(register(member, 2, group="pair") for member in (3, 5, 4))),
     "an earlier epoch": lambda: play(register(0, epoch=1), register(1)),
     "an unknown session": lambda: play(contribution(0)),
     "an unknown session's heartbeat": lambda: play(messages.Heartbeat(FRESH)),
-    "the end": lambda: play(*OPEN, contribution(0), then=Dispatcher.stop),
+    "the server's end": lambda: play(*OPEN, contribution(0), then=Dispatcher.stop),
     "too many groups": lambda: play(*(register(job=str(number)) for number in range(limits.MAX_GROUPS + 1))),
     "too many rounds": lambda: play(
         *OPEN, *(contribution(0, key=key(step=step)) for step in range(limits.MAX_OPEN_ROUNDS + 1))
@@ -515,7 +515,7 @@ def test_deadlines_and_queues_have_the_codes_values():
         assert len(found) > 1 or side != "both", name
 
 
-def test_the_times_of_questions_are_the_codes():
+def test_the_times_of_stack_requests_are_the_codes():
     found = {name: float(value) for name, value in table("Where a member is")}
     of_code = vars(contributor) | vars(hang_probe) | vars(deadlock)
     assert found == {name: of_code[name] for name in found}
@@ -543,8 +543,8 @@ def test_the_status_report_has_the_documented_entries(monkeypatch):
         ("Ended job", after.report["ended"][0]),
     ):
         documented = {name: kinds[kind] for name, kind, _ in table(title, REPORT)}
-        # Fields that a report has only later: a member's place once it was asked, its speed after a minute, and what
-        # broke the group or was not finite.
+        # Fields that a report has only later: a member's position after a stack request, its speed after a minute, and
+        # what broke the group or was not finite.
         later = {"where", "findings", "slowest", "held", "held_seconds", "last", "late", "waiting", "score"}
         later = (later | {"slowest_in", "lost_by", "refused", "first_non_finite", "compared_layers"}) - set(real)
         where_cut = {name for name in documented if name.endswith("_left_out")} | later & set(documented)

@@ -131,7 +131,7 @@ def test_every_block_is_a_script_or_a_command_and_every_script_is_run():
 
 
 @pytest.mark.parametrize("block", DIFFS, ids=lambda block: block.line)
-def test_a_diff_has_at_most_five_new_lines_of_python_that_call_what_there_is(block):
+def test_a_diff_has_at_most_five_new_lines_of_python_that_use_public_names(block):
     added = [line[1:] for line in block.text.splitlines() if not line.startswith("-")]
     assert len(added) <= 5
     compile("\n".join(added), README, "exec")
@@ -140,7 +140,7 @@ def test_a_diff_has_at_most_five_new_lines_of_python_that_call_what_there_is(blo
     assert names <= set(client.__all__)
 
 
-def test_the_two_commands_are_scripts_that_there_are():
+def test_the_two_commands_are_existing_scripts():
     commands = [line.split()[0] for line in shown("scripts/demo").text.splitlines()]
     assert commands == ["scripts/demo", "scripts/test"]
     assert all(os.access(ROOT / command, os.X_OK) for command in commands)

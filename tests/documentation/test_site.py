@@ -1,4 +1,4 @@
-"""The site that `scripts/docs` makes: it needs no other host, has every public name, and fails where it must."""
+"""The site that `scripts/docs` makes: it needs no other host, has every public name, and copies of linked files."""
 
 import ast
 import importlib.util
@@ -30,7 +30,7 @@ PUBLIC = [
     ),
 ]
 
-# Modules that the integrations share, and that are private.
+# Modules in the folder of the integrations that are no integrations.
 HELPERS = {"__init__"}
 
 # Tags with targets that a browser fetches, and their attributes.

@@ -1,7 +1,7 @@
-"""Plays fuzzed frames to the decoder and the pure server; `scripts/fuzz` runs it.
+"""Sends fuzzed frames to a server's socket and to the pure server; `scripts/fuzz` runs it.
 
-First to a real server's socket; then random plays to a server without one, whose memory must stay flat; then plays
-that coverage leads (atheris).
+A real server gets frames on its socket. Then a server without a socket gets random sequences of frames (plays), and its
+memory must stay flat. At last coverage guides the plays (atheris).
 """
 
 import argparse
@@ -17,7 +17,7 @@ from types import FunctionType, ModuleType
 from attacks import socket_fuzz
 from fuzzing.fuzz_target import SOUND, Play
 
-# In a play, turns from 8 on send frames with no, one, two and three changed bytes.
+# A turn's byte is 8 times its kind, plus a peer. The kinds 8 to 11 send a sound frame with 0 to 3 bytes changed.
 SOUND_TURN = 8 << 3
 
 # The server's memory is compared after this share of a flood's frames and after all of them.
@@ -72,7 +72,7 @@ def functions_of(module: ModuleType) -> Iterator[FunctionType]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plays all kinds of fuzzed frames; a fault that they find raises."""
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="plays led by coverage (default 10; 0: none)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="plays guided by coverage (default 10; 0: none)")
     parser.add_argument("--frames", type=int, default=10_000_000, help="in random plays (default 10,000,000; 0: none)")
     parser.add_argument(
         "--socket", type=int, default=500_000, help="frames for a real server (default 500,000; 0: no server)"
@@ -96,7 +96,7 @@ def _led_by_coverage(minutes: float, seed: int, corpus: Path | None) -> int:
     try:
         import atheris  # noqa: PLC0415 - some systems lack it
     except ImportError:
-        print("skipped the plays that coverage leads: atheris is not installed (the extra `fuzz` has it)")
+        print("skipped the plays guided by coverage: atheris is not installed (the extra `fuzz` has it)")
         return 0
     # Instruments the loaded functions; atheris would otherwise import the modules a second time.
     for name in [name for name in sys.modules if name.split(".")[0] in {"server", "statsd_bn"}]:

@@ -1,4 +1,4 @@
-"""Plays bytes to a server without its socket: frames of peers, mostly sound ones with some bytes changed, and time."""
+"""A play: bytes that become peers' frames to a server without a socket, mostly sound ones with changes, and time."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""A server survives any bytes in any order; `scripts/fuzz` plays far more of them."""
+"""A server survives any bytes in any order; `scripts/fuzz` sends far more."""
 
 import random
 from typing import get_args

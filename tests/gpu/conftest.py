@@ -1,4 +1,4 @@
-"""Devices of these tests: the CPU, and a GPU where there is one. The folder needs nothing but pytest."""
+"""Devices of these tests: the CPU, and a GPU where there is one. Of pytest's plug-ins only pytest-timeout is needed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The frame of the GPU report, with short steps: no fault of a step affects another step's result."""
+"""The runner of the GPU report, with short steps: no fault of a step affects another step's result."""
 
 import itertools
 import json
@@ -45,7 +45,7 @@ def source(line: str) -> str:
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    """Makes a step from a module's text, in a new file: Python's cache may confuse texts of equal length and second."""
+    """Makes a step from a module's text, in a new file: Python's cache confuses files of equal length and second."""
     numbers = itertools.count()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *PATHS]))
     monkeypatch.syspath_prepend(tmp_path)
@@ -226,7 +226,7 @@ def test_each_test_that_fails_on_a_gpu_is_a_failed_check(plan, report, tmp_path)
 @pytest.mark.parametrize(
     ("begun", "lasts", "expected"),
     [(0.0, 0.0, [70.0, 100.0, 110.0]), (0.0, 1000.0, [70.0, 30.0, 10.0]), (-100.0, 0.0, [50.0, 30.0, 10.0])],
-    ids=["ends at once", "goes on to its limit", "starts late"],
+    ids=["ends at once", "runs to its limit", "starts late"],
 )
 def test_a_step_has_its_share_and_what_earlier_ones_have_left(monkeypatch, begun, lasts, expected):
     now, limits = [0.0], []

@@ -19,7 +19,7 @@ Text = tuple[str, str]
 
 
 def page(root: Path) -> str:
-    """One paragraph per module: the level and the text of each, errors first, otherwise in the source's order."""
+    """A paragraph per module, with a line per text: by level, error classes first, then in the source's order."""
     paragraphs = []
     for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
         found = sorted(dict.fromkeys(texts(path.read_text())), key=lambda text: text[0])
@@ -91,7 +91,7 @@ def _is_logger(call: ast.Call) -> bool:
     )
 
 
-def _rendered(node: ast.AST) -> tuple[str, list[ast.AST]]:  # noqa: PLR0911 - one for each kind of node
+def _rendered(node: ast.AST) -> tuple[str, list[ast.AST]]:  # noqa: PLR0911 - one return for each kind of node
     """The text of an expression, and the expressions inside its placeholders."""
     match node:
         case ast.Constant(value=str(text)):

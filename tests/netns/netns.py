@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/test netns",
         description="Runs a server and members in separate network namespaces, and cuts the wire between them. "
-        "Seconds are those of the run, or until all reachable members reported the loss.",
+        "Seconds are from the fault to the end of the run, or until all reachable members reported the loss.",
     )
     parser.add_argument("--only", choices=SCENARIOS, help="one scenario")
     options = parser.parse_args(arguments)

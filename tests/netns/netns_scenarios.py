@@ -1,4 +1,4 @@
-"""Faults of the network between hosts: up to 3.5 s of silence change no result; a longer one is an error by name."""
+"""Faults of the network between hosts: up to 3.5 s of silence change no result; after that errors name the rank."""
 
 import functools
 import time
@@ -30,7 +30,7 @@ SHORT_PARTITION, LONG_PARTITION = 1.5, 5.0
 
 @dataclass(frozen=True)
 class Result:
-    seconds: float  # of the run, or from the fault until the last survivor reports it
+    seconds: float  # from the fault to the end of the run, or until the last survivor reports the loss
     packets: int  # forwarded
     dropped: int  # lost on purpose
     identical: bool | None  # to the weights of an undisturbed run; None if the run fails
@@ -60,7 +60,7 @@ def partition_for_ever() -> Result:
 
 
 def nothing_comes_from_a_member() -> Result:
-    """A member receives packets, and those that it sends are lost."""
+    """A member receives packets, but the packets that it sends are lost."""
     return _lose(lambda network, victim: network.part((victim, network.hosts[0])), heals=False)
 
 

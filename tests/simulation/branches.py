@@ -1,4 +1,4 @@
-"""Compiles random networks with branches, and compares ranks with other batches: see scripts/simulate branches."""
+"""Compares compiled random networks on ranks with the whole batch; `scripts/simulate branches` runs it."""
 
 import argparse
 import multiprocessing

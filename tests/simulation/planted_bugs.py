@@ -78,7 +78,7 @@ def no_duplicate_check() -> Iterator[None]:
 
 @bug(0)
 def arrival_order_sum() -> Any:
-    """Rows are added as they came."""
+    """Rows are added in the order of their arrival."""
 
     def reduce_round(_right: Any, round_: Round) -> Aggregate:
         futures = sorted(round_.futures.values(), key=lambda future: future.since)
@@ -135,7 +135,7 @@ def cause_not_carried() -> Any:
 
 @bug(2)
 def retry_with_other_rows() -> Any:
-    """A contribution that is sent again is not the same."""
+    """A contribution that is sent again has other rows."""
 
     def contribution(right: Any, self: Session, key: Any, rows: Rows, attempt: int = 0) -> bytes:
         return right(self, key, Rows(rows.counts, rows.values + attempt), attempt)
@@ -166,7 +166,7 @@ def deadlock_unseen() -> Any:
 
 @bug(11)
 def late_is_held() -> Any:
-    """A member that is asked where it is counts as one that waits in a collective for all others."""
+    """Each member that gets a stack request counts as waiting for all others in a collective."""
 
     def blocked_members(masters: Any, _silence: float) -> list[deadlock.Wait]:
         members = [(one, member) for one in masters for member in one.membership.contributors.values()]
@@ -192,7 +192,7 @@ def answers_mixed_up() -> Any:
 
 @bug(25)
 def deadlock_too_quick() -> Any:
-    """Each waiting member counts as missing."""
+    """Each waiting member counts as stuck."""
     return mock.patch.object(deadlock, "stuck", lambda waits, _running: {one for who, _ in waits for one in who})
 
 
@@ -281,7 +281,7 @@ def late_rows_dropped() -> Any:
 
 @bug(58)
 def away_still_awaited() -> Any:
-    """A member that is away is expected in new rounds."""
+    """A paused or rejoining member is expected in new rounds."""
 
     def participants(_right: Any, self: Membership, step: int) -> list[int]:
         return [contributor.member for contributor in self.contributors.values() if contributor.first_step <= step]

@@ -1,4 +1,4 @@
-"""Runs many worlds of the fault simulator; `scripts/simulate --help` says how."""
+"""Runs many worlds of the fault simulator; tests/simulation/README.md explains its words."""
 
 import argparse
 import contextlib

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 ENDPOINT = "simulated://"
 
-# A part of a program: it yields a number of seconds or a machine to wait for, and is sent the result.
+# A part of a program: it yields a number of seconds or a state machine to wait for, and is sent the result.
 Part = Generator[Any, Any, Any]
 
 
@@ -83,7 +83,7 @@ class Process(SimulatedProcess):
         self._longest_silence = 0.0
         self.ended = float("inf")
         self.result: BaseException | str | None = None
-        # By group.
+        # Shared memory by group.
         self._memories: dict[str, GroupMemory] = {}
         self._last_round_done = LastRoundDone()
         self._world = groups.group_named(WORLD, world.plan.size)
@@ -266,7 +266,7 @@ class Process(SimulatedProcess):
         rules.check_whereabouts(self.world, text)
 
     def _round(self, key: RoundKey, layer: str, rows: Rows, group: Group) -> Part:
-        """Does what `Connection._round` does, and for layers what `SharedMemoryPipe` does."""
+        """Does what `Connection.round` and `over_server` do, and for layers what `SharedMemoryPipe` does."""
         session = yield from self._session(group)
         if key.phase in {FORWARD, GATHER}:
             key = session.forward_key(layer, key.phase)

@@ -151,10 +151,10 @@ def _received_nothing(process: "Process") -> bool:
 
 
 def _registered(world: "World", key: RoundKey) -> set[int]:
-    """Members that count as present without being covered: paused, joining later, or so until a moment ago.
+    """Members that count as present without being covered: paused, joining later, or ended a moment ago.
 
-    The time of the answer counts: a frozen member reads it after others have left. A napping server learns later of an
-    end. After a restart, a member that missed the opening joins later as well.
+    The time of the answer counts: a frozen member reads it after others have left. A napping server learns later of
+    an end. After a restart, a member that missed the opening joins later as well.
     """
     if not (world.plan.passes or world.plan.has_newcomers or world.server.outages):
         return set()

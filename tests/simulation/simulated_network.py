@@ -395,7 +395,7 @@ _decode_kept = functools.lru_cache(maxsize=64)(decode)
 def decode_once(frame: bytes) -> Message:
     """Decodes a frame once for all its receivers, since messages are immutable."""
     message = _decode_kept(frame)
-    # Except for a Failure, whose fields are a dict.
+    # Except for a Failure, whose fields are a mutable dict.
     return decode(frame) if type(message) is Failure else message
 
 

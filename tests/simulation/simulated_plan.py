@@ -12,8 +12,8 @@ MEMBER_FAULTS = ("killed", "vanished", "frozen", "slow", "cut")
 PROGRAM_FAULTS = ("raises", "skips", "swaps", "leaves early", "joins late")
 SERVER_FAULTS = ("server killed", "server stopped", "server naps")
 
-# Freezes and cuts up to these seconds lose no member: heartbeats come every second, 3.5 s are allowed, and a cut
-# heartbeat socket reconnects within 0.3 s.
+# Freezes and cuts up to these seconds lose no member: heartbeats come every second, 3.5 s of silence are allowed, and
+# a cut heartbeat socket reconnects within 0.3 s.
 HARMLESS_FREEZE = 2.0
 HARMLESS_CUT = 0.15
 
@@ -169,13 +169,13 @@ def _with(plan: Plan, **changes: Any) -> Plan:
 
 
 def _draw_memory(rng: random.Random, plan: Plan) -> bool:
-    """Rounds in memory and rounds at the server are mixed most where there are groups."""
+    """Draws whether rounds run in memory: more often with groups, since rounds in memory and at the server then mix."""
     # If frames are damaged, the members of a group may not agree on its memory.
     return not plan.weather.corrupted and rng.random() < (0.8 if plan.groups else 0.35)
 
 
 def _draw_phases(rng: random.Random) -> tuple[str, ...]:
-    """Mostly a plain training step; now and then a kept graph that is walked again, or differentiated again."""
+    """Mostly a plain training step; now and then a second backward pass of a kept graph, or a second derivative."""
     further = rng.choice(("backward 2", SECOND_BACKWARD, "second backward 2"))
     if rng.random() < 0.9:
         return (BACKWARD,)
@@ -203,7 +203,7 @@ def _draw_newcomers(rng: random.Random, plan: Plan) -> Plan:
 
 
 def _draw_policy(rng: random.Random, plan: Plan) -> Plan:
-    """Makes some worlds elastic; their groups beyond the world are strict like all others."""
+    """Makes some worlds elastic: only worlds of several members, without further groups, skips or swaps."""
     if plan.size == 1 or plan.groups or plan.has("skips", "swaps") or rng.random() < 0.6:
         return plan
     return _with(plan, min_members=rng.choice((1, 1, max(1, plan.size - 1), plan.size)), relaunch=False)
@@ -225,7 +225,7 @@ def _draw_counts(rng: random.Random) -> tuple[int, ...]:
 
 
 def _draw_faults(rng: random.Random, plan: Plan) -> Plan:
-    """Most worlds have one thing go wrong, or two; some nothing; some everything."""
+    """Most worlds have one fault or a few, some have none, and some have faults of all kinds."""
     mood = rng.random()
     if mood < 0.12:
         return plan

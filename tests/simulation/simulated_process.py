@@ -1,4 +1,4 @@
-"""A simulated process: it runs a program, the machines that the program waits for, and its heartbeats."""
+"""A simulated process: it runs a program, the state machines that the program waits for, and its heartbeats."""
 
 import math
 from collections.abc import Callable, Generator
@@ -21,7 +21,7 @@ ROUNDING_SECONDS = 1e-6
 
 
 class SimulatedProcess:
-    """Does in virtual time what `run_state_machine`, `ChannelPool.channel` and `Heartbeat` do."""
+    """Does in virtual time what `run_state_machine`, `ChannelPool.channel` and `HeartbeatThread` do."""
 
     def __init__(self, clock: Clock, network: Network) -> None:
         self.alive = True
@@ -150,7 +150,7 @@ class SimulatedProcess:
                 resume = self._succeeded(ended)
 
     def _run_machine(self) -> None:
-        """A frame has come for the machine, or its time is over."""
+        """Runs the machine after a frame for it has come, or when its time is over."""
         try:
             ended = self._turn(self._machine, (), self._due, None)
         except StatsdBNError as error:

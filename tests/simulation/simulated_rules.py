@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from simulation.simulated_member import Outcome, Process
     from simulation.simulator import World
 
-# Where a header stands in a frame. One of fixed fields begins with the type; in a msgpack array the type follows the
-# first byte, and in a long array also two bytes of length.
+# Where a header stands in a frame. A header of fixed fields begins with the type; in a msgpack array the type follows
+# the first byte, and in a long array also two bytes of length.
 HEADER_AT = 8
 SHORT_ARRAYS, LONG_ARRAY = range(0x90, 0xA0), 0xDC
 
@@ -239,7 +239,7 @@ def _lives(world: "World", member: int) -> bool:
 
 
 def _all_saw_the_restart(world: "World") -> bool:
-    """A restarted master does not know members that left in order before, so members that need them wait in vain."""
+    """A restarted master does not know members that left before the restart, so members that need them wait in vain."""
     first_end = min((fact.when for fact in world.facts if fact.how in ENDS), default=float("inf"))
     return all(back < first_end for _, back in world.server.outages)
 
@@ -375,12 +375,12 @@ def mute_seconds(world: "World") -> float:
     )
 
 
-# A rank in an error, and its reported place, which contains the rank too.
+# A rank in an error, and its reported position in the code, which contains the rank too.
 _PLACED = re.compile(r"rank (\d+)(?: \([^)]*\)+)? is in program\.py:(\d+) run")
 
 
 def check_whereabouts(world: "World", text: str) -> None:
-    """The reported place of a late rank is that rank's own answer."""
+    """The reported position of a late rank is that rank's own answer."""
     for rank, answered in _PLACED.findall(text):
         world.network.count("told where")
         if rank != answered:

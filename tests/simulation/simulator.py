@@ -1,6 +1,6 @@
 """The fault simulator: one seed is one world of members and a master, and its faults.
 
-Members run the real client's machines and the master is the real dispatcher, as plain functions of a virtual time.
+Members run the client's real state machines and the master is the real dispatcher, as plain functions of virtual time.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ TRACE_TOLD = 60
 # The rows of a world are parts of a sequence of so many numbers; a prime, so that rows begin at every place in it.
 NR_NUMBERS = 211
 
-# A world with more events has messages that cause messages without end; the busiest correct worlds have a third.
+# A world with more events has messages that cause messages without end; the busiest correct ones have a third as many.
 MOST_EVENTS = 30_000
 
 # Above all levels of a log.
@@ -212,7 +212,7 @@ class World:
             self.clock.step()
             self._events += 1
             if self._events > MOST_EVENTS:
-                self.report("messages do not beget messages without end", f"{self._events} events")
+                self.report("messages do not cause messages without end", f"{self._events} events")
             if self._finding:
                 raise self._finding
             if self.clock.now > LONGEST_WORLD:

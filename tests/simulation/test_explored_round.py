@@ -20,7 +20,7 @@ STRICT, RELAXED = "seq_cst", "relaxed"
 # Original text, replacement, and the group that finds it: ranks, rounds, events.
 SLIPS = {
     "relaxed stores": (SET % STRICT, SET % RELAXED, (2, 1, 0)),
-    "stores that later loads pass": (SET % STRICT, SET % "release", (2, 1, 0)),
+    "stores that later loads overtake": (SET % STRICT, SET % "release", (2, 1, 0)),
     "relaxed loads": (LOAD % STRICT, LOAD % RELAXED, (2, 1, 0)),
     "one slot": ("(g->turn & 1)", "0", (2, 2, 0)),
     "arrival before the rows": (
@@ -29,21 +29,21 @@ SLIPS = {
         (2, 1, 0),
     ),
     "reader overtaken": ("arrival) < g->turn) return 0;", "arrival) + 1 < g->turn) return 0;", (2, 2, 0)),
-    "nobody woken": ("    wake_all(g);\n    return add_up", "    return add_up", (2, 1, 0)),
-    "woken for the word alone": ("word, 1, memory_order", "word, 0, memory_order", (2, 1, 0)),
-    "asleep unseen": ("    set(asleep, 1);\n", "", (2, 1, 0)),
-    "no look before sleep": ("    found = state_of(g);\n    int", "    int", (2, 1, 0)),
+    "no wake-up after the last arrival": ("    wake_all(g);\n    return add_up", "    return add_up", (2, 1, 0)),
+    "a wake-up that keeps the futex word": ("word, 1, memory_order", "word, 0, memory_order", (2, 1, 0)),
+    "no mark before sleep": ("    set(asleep, 1);\n", "", (2, 1, 0)),
+    "no check before sleep": ("    found = state_of(g);\n    int", "    int", (2, 1, 0)),
     "keys not compared": ("its.digest != g->digest || ", "", (2, 2, OTHER_KEY)),
-    "rows of the first alone": ("        for (int64_t k = 0; k < size; k++) total[k] += rows[k];", ";", (2, 1, 0)),
-    "times of the turn before": ("values, replicas);\n  set", "values, replicas);\n  g->came = 0;\n  set", (2, 2, 0)),
-    "close wakes nobody": ("  set(closed, reason);\n  wake_all(g);", "  set(closed, reason);", (2, 1, CLOSES)),
-    "last to come has closed": (
+    "only the first row added": ("        for (int64_t k = 0; k < size; k++) total[k] += rows[k];", ";", (2, 1, 0)),
+    "own time of arrival lost": ("values, replicas);\n  set", "values, replicas);\n  g->came = 0;\n  set", (2, 2, 0)),
+    "no wake-up after a close": ("  set(closed, reason);\n  wake_all(g);", "  set(closed, reason);", (2, 1, CLOSES)),
+    "no second check of the arrivals": (
         "return have_all_arrived(g) ? SBN_DONE : SBN_CLOSED;",
         "return SBN_CLOSED;",
         (3, 2, CLOSES),
     ),
-    "escalated the next turn": ("escalated) >= g->turn)", "escalated) == g->turn)", (2, 2, TELLS)),
-    "not escalated": (
+    "escalation of a later turn missed": ("escalated) >= g->turn)", "escalated) == g->turn)", (2, 2, TELLS)),
+    "no escalation": (
         "void sbn_escalate(sbn_group *g) { set",
         "void sbn_escalate(sbn_group *g) { if (0) set",
         (2, 1, TELLS),

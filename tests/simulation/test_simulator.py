@@ -27,7 +27,7 @@ from support.strategies import any_message
 
 QUICK_SEEDS, LONG_SEEDS = 150, 2500
 
-# Worlds of the last millions in which something was found, in the server, in the client or in a rule itself.
+# Worlds, of the latest millions that were run, which found a bug in the server, in the client or in a rule itself.
 FOUND = (
     *(2008206, 5019170, 5029814, 5036649, 5056334, 5085893, 5103642, 5113026, 5170753, 5190410),
     *(5212662, 5242904, 5278108, 5302776, 5322876, 5331147, 5415926, 6003700, 6056572, 7007082, 7018732),

@@ -22,7 +22,7 @@ LEAST_IMAGES = 1
 
 
 class Flat(Functional):
-    """Timm's layer, for rows."""
+    """`Functional` for inputs of shape (N, C)."""
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
         assert x.dim() == 2
@@ -34,19 +34,19 @@ class _Activated(nn.Module):
 
 
 class FlatActivated(_Activated, nn.BatchNorm1d):
-    """For rows."""
+    """For inputs of shape (N, C)."""
 
 
 class ImageActivated(_Activated, nn.BatchNorm2d):
-    """For images."""
+    """For inputs of shape (N, C, H, W)."""
 
 
-# Layer classes by whether the network has convolutions. The last of each is not used with a cumulative average: the
-# compiler does not know the value of `num_batches_tracked`.
+# Layer classes by whether the network has convolutions. The last class of each is not used with a cumulative average:
+# the compiler does not know the value of `num_batches_tracked`.
 KINDS = {False: (nn.BatchNorm1d, FlatActivated, Flat), True: (nn.BatchNorm2d, ImageActivated, Functional)}
 
 
-# Some narrow, some wide: inductor orders branches by the memory that they need.
+# Widths of narrow and wide branches: inductor orders branches by the memory that they need.
 WIDTHS = (4, 8, 64, 256)
 
 
@@ -56,7 +56,7 @@ class Network:
     ranks: int
     branches: list[tuple[int, list[int]]] = field(init=False)
     momentum: float | None = field(init=False)  # of all layers
-    has_images: bool = field(init=False)  # rows are images, for convolutions
+    has_images: bool = field(init=False)  # samples become images, for convolutions
     kinds: list[type[nn.Module]] = field(init=False)  # the class of each layer
     dynamic: bool | None = field(init=False)  # of torch.compile
     is_checkpointed: bool = field(init=False)  # the compiled model runs in a checkpoint

@@ -1,6 +1,6 @@
 """A headless Chromium that shows the page, and axe-core, which npm installs into a temporary folder.
 
-Without a browser, tests that import this are skipped; `scripts/test browser` installs it.
+Tests that import this module are skipped without a browser, which `scripts/test browser` installs.
 """
 
 import shutil

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-# Orders of summation differ by some 1e-16 per operation; a wrong weight or statistic shows from 1e-3 on.
+# Another order of summation changes a result by some 1e-16 per operation, a wrong weight or statistic by 1e-3 or more.
 TOLERANCE = 1e-10
 
 
@@ -14,7 +14,7 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 
 
 def share_of(whole: Mapping[str, Tensor], rank: int, shares: Sequence[int], split: Sequence[str]) -> dict[str, Tensor]:
-    """A rank's share of `whole`: its samples of the values whose names begin with one of `split`, all of the others."""
+    """A rank's share of `whole`: its samples of values whose names begin with one of `split`; other values in full."""
     return {
         name: value.split(list(shares))[rank] if name.startswith(tuple(split)) else value
         for name, value in whole.items()

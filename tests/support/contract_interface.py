@@ -31,7 +31,7 @@ from support.paths import ROOT
 
 OURS = ("client", "server", "statsd_bn")
 
-# Seed modules that users import by name.
+# Modules that users of Synchronized-BatchNorm-PyTorch import by name.
 SEED = ("client.batchnorm", "client.comm", "client.replicate")
 
 # Public because pickles refer to it; not in `__all__`.
@@ -57,7 +57,7 @@ PROMISED = {
 # Integrations are read, not imported: the framework of each may not be installed.
 INTEGRATIONS = ROOT / "client" / "integrations"
 
-# One of our variables in the code; the variables of limits, `STATSD_BN_{...}`, do not match.
+# Our environment variables as the code names them; it composes the names of the limits' variables from options.
 VARIABLE = re.compile(r"\bSTATSD_BN_[A-Z_]+\b")
 
 

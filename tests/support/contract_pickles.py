@@ -36,8 +36,8 @@ class Functional(nn.BatchNorm2d):
 class Kept:
     """A model that was pickled: how it was made, and the shape of its input."""
 
-    make: Callable[[], nn.Module]  # of the model, in float32
-    shape: tuple[int, ...]  # of an input, without the samples
+    make: Callable[[], nn.Module]  # makes the model, in float32
+    shape: tuple[int, ...]  # of an input, without its batch dimension
     dtype: torch.dtype = torch.float64
 
     def model(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Servers and second ranks for the contract's tests of the seed library, and the programs of those ranks.
+"""Servers and second ranks for tests/contract/test_seed_library.py and others, and the programs of those ranks.
 
 Every server listens on a Unix socket in a private folder. A process can only receive importable functions, so the
 programs of rank 1 live here and not in the tests.
@@ -154,7 +154,7 @@ def to_all(value, messages):
 
 
 class Total(nn.Module):
-    """A user's module for the seed library: the master adds the values of all replicas."""
+    """A user's module for Synchronized-BatchNorm-PyTorch: the master adds the values of all replicas."""
 
     def __init__(self):
         super().__init__()

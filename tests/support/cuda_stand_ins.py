@@ -74,7 +74,7 @@ def on_the_cpu() -> Iterator[None]:
 
 @contextmanager
 def as_on_cuda(device: str) -> Iterator[None]:
-    """Has the CPU stand in for CUDA: rows stay on it, stand-ins replace CUDA's operators. On CUDA nothing changes."""
+    """Lets the CPU replace CUDA: rows stay on the CPU, stand-ins replace CUDA's operators. Changes nothing on CUDA."""
     if device == "cuda":
         yield
         return

@@ -52,7 +52,7 @@ class DeviceTensor(Tensor):
 
 
 class _Operators(TorchDispatchMode):
-    """Intercepts all other operators too: one without a tensor of the device may create one."""
+    """Intercepts operators without a tensor of the device too: they may create a tensor there."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(operator, args, kwargs or {})
@@ -93,7 +93,7 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _wrapped(operator: Any, value: Any, wrappers: dict[int, DeviceTensor]) -> Any:
-    """In-place operators return their argument."""
+    """Wraps a result; an in-place operator returns its argument, which has a wrapper already."""
     if not isinstance(value, Tensor):
         return value
     if value.dtype in WIDE:

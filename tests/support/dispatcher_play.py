@@ -65,6 +65,6 @@ def codes(answers: Answers) -> dict[bytes, str]:
 
 
 def mismatches(told: dict[Any, Message]) -> set[Any]:
-    """The members with a mismatch error; others have no message."""
+    """The members with a message; asserts that each message is a mismatch error."""
     assert set(codes(told).values()) <= {"mismatch"}, told
     return set(told)

@@ -81,7 +81,7 @@ class Launched:
         return self.process.wait(seconds)
 
     def processes(self, **environ: str) -> list[int]:
-        """The ids of those of its processes that have these variables."""
+        """The ids of its processes that have these environment variables."""
         return _with(**{MARK: self._mark}, **environ)
 
     def leaves_nothing(self) -> bool:
@@ -155,7 +155,7 @@ def run_to_its_end(command: Sequence[str | Path], environ: Mapping[str, str]) ->
     return output
 
 
-# Below the ephemeral ports (from 32768 on Linux): the kernel gives no port to another socket before a program listens.
+# Below the ephemeral ports (from 32768 on Linux), which the kernel may give to another socket before a program listens.
 PORTS = range(20_000, 32_000)
 
 

@@ -22,7 +22,7 @@ def needs(feature: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(is_missing(feature), reason=f"{feature} needs torch {SINCE[feature]}")
 
 
-# Libraries that no extra of pyproject.toml has; `scripts/test frameworks` installs most of them.
+# Libraries that the extra `dev` does not have; `scripts/test frameworks` installs most of them.
 LIBRARIES = (
     *("deepspeed", "detectron2", "mmengine", "monai", "tensorboard", "timm", "transformers", "ultralytics", "wandb"),
 )
@@ -37,7 +37,7 @@ def skip_without_its_library(code: str) -> None:
         if wanted and importlib.util.find_spec(name) is None:
             pytest.skip(f"needs {name}, see docs/frameworks.md#what-is-tested")
     if "from ray." in code:
-        pytest.skip("starts a cluster; tests/frameworks does so with room for it")
+        pytest.skip("starts a Ray cluster; tests/frameworks/ray_program.py trains on one with enough CPUs")
 
 
 def skip_if_one_is_missing(code: str) -> None:

@@ -12,7 +12,7 @@ from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import GATHER, RoundKey
 
-# The members of an aggregate, as (member, life); and its content: replicas, count, and the bytes of its values.
+# Members as (member, life), where a life is one process of a member; aggregate: replicas, count, bytes of values.
 Lives = tuple[tuple[int, int], ...]
 Got = tuple[int, int, bytes]
 
@@ -101,7 +101,7 @@ class Ledger:
     def _choices(
         self, brought: dict[int, list[MemberRows]], members: Iterable[int], receiver: MemberRows
     ) -> Iterator[tuple[MemberRows, ...]]:
-        """All combinations of rows, one for each member: those of any of its lives, or the receiver's own."""
+        """All combinations of one `MemberRows` per member: of any of its lives; for the receiver its own rows."""
         lives = [[receiver] if member == receiver.member else brought[member] for member in sorted(members)]
         return itertools.product(*lives)
 

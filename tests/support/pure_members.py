@@ -16,7 +16,7 @@ from statsd_bn.round_key import BACKWARD, RoundKey
 
 
 def rows_of(*values: float) -> Rows:
-    """A replica of each value, in one vector and one channel."""
+    """Rows with a replica for each value, of one vector and one channel."""
     return Rows((1,) * len(values), np.reshape(np.array(values), (-1, 1, 1)))
 
 
@@ -94,13 +94,13 @@ class PureMember:
 
 
 def forward(members: Iterable[PureMember], *values: float) -> None:
-    """Each contributes the same to its next forward round."""
+    """Each member contributes the same values to its next forward round."""
     for member in members:
         member.forward(*values)
 
 
 def backward(members: Iterable[PureMember], *values: float) -> None:
-    """Each contributes the same to the backward round of its latest forward round."""
+    """Each member contributes the same values to the backward round of its latest forward round."""
     for member in members:
         member.backward(*values)
 

@@ -55,5 +55,5 @@ class TorchTestCase(unittest.TestCase):
             return
         furthest = (x - y).abs().max().item()
         self.fail(
-            f"tensors: expected them within {ABSOLUTE:g} plus {RELATIVE:g} of the second, got {furthest:g} between"
+            f"tensors: expected |x - y| <= {ABSOLUTE:g} + {RELATIVE:g} |y|, got a largest |x - y| of {furthest:g}"
         )

@@ -1,4 +1,4 @@
-"""Shards of any type, layout and mask: in member processes, in virtual replicas, and in torch's layer together."""
+"""Shards of any dtype, layout and mask: one per member process, one per virtual replica, or all in torch's layer."""
 
 import io
 import itertools
@@ -50,7 +50,7 @@ LAYOUTS: dict[str, Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 
 def _some(x: Tensor) -> Tensor:
-    """Mask that keeps the first of five positions, the third and the last."""
+    """Mask that keeps the first, third and last of every five positions."""
     shape = (x.shape[0], *x.shape[2:])
     turn = torch.arange(math.prod(shape)).view(shape) % 5
     return (turn != 1) & (turn != 3)
@@ -164,7 +164,7 @@ def as_members(connection: client.Connection, cases: list[Shards]) -> bytes:
 
 
 def with_many_values(connection: client.Connection) -> tuple[float, float, list[float], list[float]]:
-    """2^24 values on member 0, one on member 1: running mean and variance, an output row, the leaf's gradient."""
+    """A step with MANY values; returns running mean and variance, an output row, and the leaf's gradient."""
     layer = client.SynchronizedBatchNorm1d(1, momentum=1.0, dtype=torch.float64)
     layer.layer_name = "bn"
     rows, part = ((MANY - 1) // 4, 0) if connection.rank == 0 else (1, 1)
@@ -299,7 +299,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Types and strides too."""
+    """Compares values, types and strides exactly; NaN equals NaN."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, check_stride=True)
 
 
@@ -322,7 +322,7 @@ def _outcome(layer: nn.Module, shards: list[Shard], outputs: list[Tensor]) -> Ou
 
 
 def _together(outcomes: list[Outcome]) -> Outcome:
-    """Parameter gradients, added in the order of members, as replicas add theirs."""
+    """Joins outcomes; parameter gradients are added in the order of members, as replicas add theirs."""
     for outcome in outcomes:
         assert_same_bits(outcome.buffers, outcomes[0].buffers)
     return Outcome(
@@ -336,7 +336,7 @@ def _together(outcomes: list[Outcome]) -> Outcome:
 
 HALVES = ("float16", "bfloat16")
 
-# Both sides compute in a wider type and round once, so they may differ by one unit in the last place. Parameter
+# Our layer and the exact result round once from a wider type, and may differ by one unit in the last place. Parameter
 # gradients are rounded on each replica and then added, so they may differ by one such unit of the largest value.
 RESOLUTION = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 1e-5, "float64": 1e-10}
 
@@ -353,7 +353,7 @@ def without(named, *words):
 
 
 def assert_equal_to_torch_and_to_the_exact_result(found, case):
-    """Compares with torch and, more strictly, with float64: torch computes in half precision where ours is wider."""
+    """Compares with torch and, more strictly, with float64: torch uses half precision where our layer does not."""
     resolution = max(RESOLUTION[dtype] for dtype in (case.dtype, *case.input_dtypes))
     found, expected = found.named(), on_the_whole_batch(case).named()
     assert_equal(found, expected, resolution)

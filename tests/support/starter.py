@@ -22,7 +22,7 @@ WAIT_SECONDS = 100.0
 
 
 def warm_up() -> None:
-    """Start the fork server, so that no test's time includes it; it lives as long as this process."""
+    """Start the fork server, so that no test's time includes its start; it lives as long as this process."""
     process = STARTER.Process(target=int)
     process.start()
     process.join(WAIT_SECONDS)

@@ -301,5 +301,5 @@ SYNCHRONISED = [
 ]
 
 
-# One for each way to reach `batch_norm`; some disable autocast, or use float32 after it.
+# One for each way to reach `batch_norm`; some disable autocast, or use float32 after `batch_norm`.
 OWN_FORWARDS = [Activated, Functional, Operator, Helped, Decorated, Scaled, ByName, Centred, OfAnyDimension]

@@ -69,7 +69,7 @@ def snapshot(
     others: Iterable[str] = (),
     endpoint: str = "tcp://10.77.0.1:5755",
 ) -> dict[str, Any]:
-    """A snapshot as `/events` sends it: a job in a state, and healthy others; `layer` renames the first."""
+    """A snapshot as in `/events`: a job in a state, and healthy jobs `others`; `layer` renames the first layer."""
     names = layer_names(layers)
     names[ODD_LAYER] = layer or names[ODD_LAYER]
     groups = [] if state == "empty" else [group(state, ranks, names, now, job)]

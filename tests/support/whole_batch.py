@@ -30,7 +30,7 @@ Result = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """One layer and a split batch; `options` are its keyword arguments as pairs, `frozen` its fixed parameters."""
+    """One layer and a split batch; `options` are the layer's keyword arguments, `frozen` names its fixed parameters."""
 
     kind: str
     sizes: tuple[int, ...]
@@ -125,7 +125,7 @@ def joined(results: list[Result]) -> Result:
 
 
 def assert_equal_to_whole_batch(found: Result, case: Case) -> None:
-    """Compares with a tolerance of 1e-10 in float64, 1e-5 in float32; as `assert_equal`."""
+    """Calls `assert_equal` with a tolerance of 1e-10 in float64, 1e-5 in float32."""
     assert_equal(found, on_the_whole_batch(case), 1e-10 if case.dtype == "float64" else 1e-5)
 
 

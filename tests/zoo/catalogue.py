@@ -1,4 +1,4 @@
-"""The networks in the zoo: the smallest with batch norm of each family, such as `resnet18` of all `resnet*`."""
+"""The networks in the zoo: of each family the smallest network with batch norm, such as `resnet18` of all `resnet*`."""
 
 import re
 import warnings

@@ -1,4 +1,4 @@
-"""Exhibit: the zoo's result for a family of networks, which one process computes and the page lists."""
+"""Exhibit: the zoo's result for a family of networks, which one process computes and `tour` prints."""
 
 import gc
 import signal

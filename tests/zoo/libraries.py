@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-# Parts that the networks do not need and that some builds of torch cannot load.
+# The error for parts that the networks do not need and that some builds of torch cannot load.
 NEEDLESS = re.compile("operator torchvision::.* does not exist")
 
 

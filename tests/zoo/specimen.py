@@ -13,7 +13,7 @@ from zoo.libraries import library
 # Images of the batch. They are split into 3 and 2, since equal parts would hide a wrong weighting.
 BATCH = 5
 
-# Sides of the images that are tried, the network's own last.
+# Sides of the images that are tried before the network's own.
 SIDES = (32, 64, 96, 128)
 
 # Networks with a last pooling for large videos, which take a CPU many minutes. The comparison does not depend on the
@@ -99,7 +99,7 @@ def tensors_of(outputs: object) -> list[Tensor]:
 
 
 def _fitting(model: nn.Module, candidates: Iterator[Inputs]) -> Inputs:
-    """The first inputs that the network accepts; raises Unfit if its outputs vary between two runs."""
+    """The first inputs that the network accepts; raises Unfit if there are none, or its outputs vary between runs."""
     refusals: list[str] = []
     for inputs in candidates:
         try:

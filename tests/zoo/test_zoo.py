@@ -38,7 +38,7 @@ def moved(layer: nn.Module, _: object) -> None:
     layer.running_mean.add_(1e-3)
 
 
-def test_a_network_that_is_synchronised_agrees_and_would_be_seen_if_it_were_not():
+def test_a_synchronised_network_agrees_and_an_unsynchronised_one_would_differ():
     found = compare(specimen(nn.BatchNorm2d(3), nn.ReLU(), Functional(3)))
     assert found.largest < BAR
     assert found.unsynchronised > 1e-2
@@ -72,12 +72,12 @@ def test_each_kind_of_result_is_compared(kind, monkeypatch):
     assert [name for name, size in compare(specimen(nn.BatchNorm2d(3))).differences.items() if size > BAR] == [kind]
 
 
-def test_what_reverting_does_not_give_back_is_named(monkeypatch):
+def test_what_reverting_does_not_restore_is_named(monkeypatch):
     monkeypatch.setattr(client, "revert_model", lambda model: model)
     assert "reverted, 1 is a SynchronizedFunctional" in compare(specimen(Functional(3))).complaints
 
 
-def test_chance_is_taken_away_or_named():
+def test_randomness_is_removed_or_named():
     (quiet,) = specimens(made_of(nn.BatchNorm2d(3), nn.Dropout(0.5)))
     assert compare(quiet).largest < BAR
 
@@ -108,7 +108,7 @@ def test_a_network_whose_output_shows_no_synchronisation_is_a_problem():
     assert not found.is_unfit
 
 
-def test_an_error_becomes_a_problem_and_no_inputs_a_reason():
+def test_an_error_is_a_problem_and_a_network_that_takes_no_inputs_is_unfit():
     class Faulty(nn.BatchNorm2d):
         def forward(self, x):
             if len(x) == 3 and isinstance(self, client.SynchronizedBatchNorm):
@@ -151,5 +151,5 @@ def lost(number: int) -> int:
 
 
 @pytest.mark.processes
-def test_a_process_that_is_killed_costs_nobody_else_a_result():
+def test_a_killed_process_loses_only_its_own_result():
     assert sorted(tour.in_processes(die_at_three, list(range(6)), 2, lost)) == [-3, 0, 2, 4, 8, 10]

@@ -1,4 +1,4 @@
-"""Compares the networks of torchvision and timm with themselves on the whole batch; `scripts/zoo --help` says how."""
+"""Compares the networks of torchvision and timm with themselves on the whole batch; `scripts/zoo` runs it."""
 
 import argparse
 import sys
@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="a network or family by its name, or a pattern such as 'resnet*'")
     parser.add_argument("--all", action="store_true", help="all networks, not only the smallest of each family")
-    parser.add_argument("--list", action="store_true", help="only say which there are")
+    parser.add_argument("--list", action="store_true", help="only list the networks")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no network after this time")
     parser.add_argument("--jobs", type=int, default=2, help="networks at a time, each with one thread")
     options = parser.parse_args()

@@ -5,8 +5,8 @@
  * covers all that C11 allows: a program without races has no other behaviour. Weaker stores wait in a buffer, so later
  * loads can overtake them; relaxed stores order nothing.
  *
- * WHAT is a sum. 1: rank 0 has another key in round 2. 2: the last rank closes instead of its last round. 4: rank 0
- * tells the server when it has to wait. 8: one rank may be killed. */
+ * WHAT is a sum. 1: rank 0 has another key in round 2. 2: the last rank closes the group instead of its last round. 4:
+ * rank 0 tells the server when it has to wait. 8: one rank may be killed. */
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -144,7 +144,7 @@ static uint64_t model_load(volatile void *word, int size, int order) {
   for (int n = 0; n < me()->delayed; n++)
     if (me()->buffer[n].word == word) value = me()->buffer[n].value;
   if (is_arrival(word) && order != memory_order_relaxed) join(me()->seen, all.released[owner_of(word)]);
-  /* A wait that starts again forgets all before; of an arrival only matters whether it is one to this turn. */
+  /* A wait that starts again forgets all before; for an arrival it only matters whether it has reached this turn. */
   const uint64_t kept = is_arrival(word) ? value >= me()->group.turn : value;
   me()->past = mixed(mixed(is_futex(word) ? 1 : me()->past, (uint64_t)place_in_memory(word)), kept);
   return value;

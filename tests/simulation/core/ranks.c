@@ -8,7 +8,7 @@ enum { MOST = 16, CHANNELS = 300, COMPANIONS = 3 };
 static int ranks, rounds;
 static char *memory;
 
-/* Of many magnitudes, so that another order of adding gives other bits. */
+/* Values of many magnitudes, so that another order of addition gives other bits. */
 static double value_in(int rank, int round, int at) {
   return (1 + (rank * 7919 + round * 104729 + at * 31) % 1009 / 7.0) * (rank % 2 ? 1e-8 : 1e8);
 }

@@ -1,4 +1,4 @@
-"""Arrays arrive bit for bit; other values are refused."""
+"""Arrays arrive bit for bit; unsupported and malformed ones are refused."""
 
 import struct
 from contextlib import suppress
@@ -59,7 +59,7 @@ def native(dtype: torch.dtype | np.dtype) -> torch.dtype | np.dtype:
 
 
 @given(st.lists(ndarrays() | tensors(), max_size=5))
-def test_arrays_arrive_as_they_were_to_the_bit(arrays):
+def test_arrays_arrive_bit_for_bit(arrays):
     arrived = unpack(pack(arrays))
     assert [type(array) for array in arrived] == [type(array) for array in arrays]
     assert [tuple(array.shape) for array in arrived] == [tuple(array.shape) for array in arrays]
@@ -95,7 +95,7 @@ def test_a_lazy_conjugate_arrives_resolved():
         (torch.eye(2).to_sparse(), "array 0: expected a dense tensor of numbers or bool, got torch.sparse_coo"),
     ],
 )
-def test_an_array_of_another_class_is_not_sent(array, what):
+def test_an_array_of_an_unsupported_type_is_not_sent(array, what):
     with pytest.raises(TypeError, check=says(what)):
         pack([array])
 
@@ -137,7 +137,7 @@ def a_list_of(number: int, item: bytes) -> bytes:
         (a_list_of(MAX_ARRAYS + 1, described(TENSOR, "int8", 0)), "expected at most 65536 arrays, got more"),
     ],
 )
-def test_a_value_other_than_an_array_is_refused(data, what):
+def test_malformed_array_data_is_refused(data, what):
     with pytest.raises(ProtocolError, check=says(what)):
         unpack(data)
 
@@ -150,7 +150,7 @@ def test_a_changed_byte_gives_arrays_or_an_error(arrays, data):
         unpack(bytes(changed))
 
 
-def test_a_tensors_storage_can_be_resized_afterwards():
+def test_the_storage_of_a_packed_tensor_stays_resizable():
     tensor = torch.ones(3, 2)
     pack([tensor])
     assert tensor.untyped_storage().resizable()

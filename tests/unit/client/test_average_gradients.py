@@ -1,4 +1,4 @@
-"""average_gradients gives every member the gradient of the mean over all samples."""
+"""average_gradients gives every member the gradient of the mean loss over all samples."""
 
 import copy
 from typing import Any
@@ -54,7 +54,7 @@ def test_unequal_shares_give_the_gradient_of_the_whole_batch():
             assert torch.equal(one, first)
 
 
-def test_more_elements_than_a_round_takes_go_in_several():
+def test_more_elements_than_a_round_takes_go_in_several_rounds():
     size = 2 * limits.MAX_CHANNELS + 3
 
     def average(connection: Connection) -> Any:
@@ -85,7 +85,7 @@ def test_samples_outside_the_loss_participate_in_the_layers_backward_pass():
             torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_without_any_sample_gradients_stay():
+def test_without_any_sample_gradients_stay_unchanged():
     def average(_: Connection) -> Any:
         weight = nn.Parameter(torch.zeros(2))
         return average_gradients([weight], 0), weight.grad

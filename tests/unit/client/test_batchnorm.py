@@ -18,7 +18,7 @@ from support.whole_batch import SYNCHRONISED
 LAYERS = list(SYNCHRONISED.items())
 
 
-def test_its_arguments_are_torchs():
+def test_a_layer_takes_torchs_arguments_and_eps_mode():
     layer = client.SynchronizedBatchNorm2d(
         3, 1e-3, None, affine=False, track_running_stats=False, eps_mode="clamp", device="cpu", dtype=torch.float64
     )
@@ -34,7 +34,7 @@ def test_an_unknown_eps_mode_is_named():
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("plain", "ours"), LAYERS)
-def test_alone_it_is_torchs_to_the_last_bit(plain, ours, training):
+def test_a_layer_alone_equals_torchs_to_the_last_bit(plain, ours, training):
     shape = (5, 4) + (3,) * {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}[plain]
     x = torch.randn(shape)
     expected, found = plain(4).train(training), ours(4).train(training)
@@ -60,7 +60,7 @@ def test_input_of_the_wrong_shape_is_named(layer, shape, message, training):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-def test_inputs_of_other_types_are_named():
+def test_inputs_of_unsupported_types_are_named():
     layer = client.SynchronizedBatchNorm1d(4)
     expected = f"{layer.layer_name!r}: expected an input of float16, bfloat16, float32 or float64, got"
     for dtype in (torch.int64, torch.float8_e4m3fn):
@@ -75,7 +75,7 @@ def test_one_value_per_channel_is_refused_on_every_member(members):
         assert told.startswith("ValueError: layer 'bn': expected more than 1 value per channel over all replicas")
 
 
-def test_members_with_other_channel_counts_get_an_error_with_the_layer_and_the_numbers(members):
+def test_members_with_different_channel_counts_get_an_error_with_the_layer_and_the_numbers(members):
     told = members(2, member_programs.other_channels)
     expected = ("RoundMismatch", "layer 'bn'", "channels, as rank")
     assert any(all(words in error for words in expected) for error in told), told

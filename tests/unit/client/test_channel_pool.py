@@ -96,7 +96,7 @@ def test_closing_wakes_a_thread_that_waits(echo):
     assert isinstance(results[1], ConnectionClosed)
 
 
-def test_closing_wakes_a_thread_that_checks_for_the_master(tmp_path, monkeypatch):
+def test_closing_wakes_a_thread_that_reads_connection_events(tmp_path, monkeypatch):
     channel_pool = ZmqChannelPool(f"ipc://{tmp_path}/nobody")
 
     def close_first(socket):

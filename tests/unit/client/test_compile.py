@@ -1,4 +1,4 @@
-"""torch.compile takes a model whole, in train and eval, with the results of eager; torch.export as for nn.BatchNorm."""
+"""torch.compile makes one graph of a model, in train and eval, with eager's results; torch.export works in eval."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_in_eval_masks_send_nothing(members, policy):
     assert_equal([found for found, _ in results])
 
 
-def test_no_user_group_can_have_the_name_of_evals_group():
+def test_no_user_group_can_have_the_name_of_the_group_for_eval():
     with pytest.raises(ConfigurationError, match="reserved"):
         client.Group(*custom_op.THIS_PROCESS)
 
@@ -75,7 +75,7 @@ def test_a_graph_that_is_kept_allows_another_backward_pass_even_after_another_fo
         assert_equal([gradients])
 
 
-def test_passes_are_forgotten_for_the_call_whose_last_one_is_the_oldest():
+def test_the_call_with_the_oldest_last_backward_pass_is_forgotten_first():
     exchange._passes_of.cache_clear()
     assert [count_backward_pass(call) for call in (0, 1, 0)] == [1, 1, 2]
     for call in range(2, MAX_COUNTED_CALLS + 1):
@@ -86,7 +86,7 @@ def test_passes_are_forgotten_for_the_call_whose_last_one_is_the_oldest():
 
 def test_checkpoints_around_and_inside_a_compiled_model_move_the_statistics_once(members):
     """A checkpoint inside must save the results of our operator: torch cannot recompute operators with side effects."""
-    # In older versions of torch the backend that only traces recomputes saved operators too.
+    # In older versions of torch the backend aot_eager recomputes saved operators too.
     for around, inside, none in members(2, member_programs.compiled_checkpoint, "aot_eager_decomp_partition"):
         assert_equal([(around[0], none[0]), (inside[0], none[0])])
         assert [rounds for _, rounds in (around, inside, none)] == [2, 2, 2]
@@ -113,7 +113,7 @@ def test_another_batch_size_is_compiled_too(members):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_alone_it_compiles_as_torchs(training, momentum):
+def test_a_layer_alone_compiles_as_torchs(training, momentum):
     torch.compiler.reset()
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.Tanh()).train(training)
@@ -181,7 +181,7 @@ def test_the_operators_keep_the_rules_of_torchs_operators(layout):
         torch.library.opcheck(torch.ops.statsd_bn.exchange_backward.default, arguments, test_utils=tests)
 
 
-def test_the_first_call_of_a_layer_of_this_hosts_members_compiles_into_one_graph(monkeypatch):
+def test_the_first_call_of_a_layer_in_the_local_group_compiles_into_one_graph(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.delenv("GROUP_RANK", raising=False)
     layer = client.convert_model(nn.BatchNorm1d(3), group="local")

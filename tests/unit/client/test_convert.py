@@ -1,4 +1,4 @@
-"""convert_model keeps everything, revert_model brings it back, patch_sync_batchnorm cleans up after itself."""
+"""convert_model keeps tensors and attributes, revert_model is its inverse, patch_sync_batchnorm ends with its block."""
 
 import copy
 import gc
@@ -31,15 +31,15 @@ TWINS = {
 
 
 class Special(nn.BatchNorm2d):
-    """Adds to torch's layer."""
+    """A user's subclass of torch's layer."""
 
 
 class OurSpecial(client.SynchronizedBatchNorm2d):
-    """Adds to our layer."""
+    """A user's subclass of our layer."""
 
 
 class SpecialParallel(nn.DataParallel):
-    """Adds to torch's wrapper."""
+    """A user's subclass of torch's wrapper."""
 
 
 class Identity(nn.Module):
@@ -62,7 +62,7 @@ def model():
 
 
 def everything():
-    """A layer of each kind, in nested containers, one used twice, one under a wrapper."""
+    """A layer of each kind, in nested containers; one layer is used twice, and two are under wrappers."""
     shared = nn.BatchNorm2d(4)
     lists = nn.ModuleList([nn.ModuleDict({"a": nn.Sequential(nn.BatchNorm1d(3), shared)}), nn.SyncBatchNorm(3)])
     lazy = nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyBatchNorm2d(), nn.LazyBatchNorm3d())
@@ -106,7 +106,7 @@ def test_every_kind_is_converted_in_nested_containers_and_nothing_else():
     assert names(converted) == expected
 
 
-def test_a_hook_before_load_state_dict_is_given_the_module_of_the_model():
+def test_a_load_state_dict_pre_hook_receives_the_converted_or_reverted_module():
     """Torch keeps a weak reference to the hook's module, and the converted model does not keep the old module."""
     seen = []
     holder = nn.Sequential(nn.DataParallel(nn.BatchNorm1d(3)))
@@ -183,7 +183,7 @@ def test_a_patched_subclass_of_data_parallel_is_not_reported():
     assert type(parallel.module) is client.SynchronizedBatchNorm1d
 
 
-def test_data_parallel_is_wrapped_again_wherever_it_is():
+def test_data_parallel_is_replaced_wherever_it_is():
     old = nn.DataParallel(model())
     calls = []
     old.register_forward_hook(lambda *_: calls.append("hook"))
@@ -217,7 +217,7 @@ def process_group():
 
 
 @pytest.mark.usefixtures("process_group")
-def test_distributed_data_parallel_is_converted_in_place_and_named_without_its_level():
+def test_distributed_data_parallel_is_converted_in_place_and_absent_from_layer_names():
     for wrap, bare in ((lambda each: each, model), (nn.Sequential, lambda: nn.Sequential(model()))):
         inner = model()
         distributed = nn.parallel.DistributedDataParallel(inner)
@@ -277,7 +277,7 @@ def test_a_group_of_another_size_with_the_name_of_a_destroyed_one_is_refused():
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("given", [{}, {"group": "local"}, {"process_group": "all"}])
-def test_a_layers_process_group_comes_back_whatever_it_was_converted_to(given):
+def test_revert_restores_a_layers_process_group_whatever_group_it_was_converted_to(given):
     group = torch.distributed.group.WORLD
     given = {name: group if value == "all" else value for name, value in given.items()}
     converted = client.convert_model(nn.Sequential(nn.SyncBatchNorm(3, process_group=group)), **given)
@@ -288,7 +288,7 @@ def test_a_layers_process_group_comes_back_whatever_it_was_converted_to(given):
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_pickle_names_no_file_of_the_process_group():
+def test_a_pickle_of_a_layer_over_a_process_group_does_not_name_client_transports():
     layer = client.convert_model(nn.BatchNorm1d(3), process_group=torch.distributed.new_group())
     pickled = pickle.dumps(layer)
     assert b"client.transports" not in pickled
@@ -296,7 +296,7 @@ def test_a_pickle_names_no_file_of_the_process_group():
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_given_process_group_is_that_of_torchs_layers_too():
+def test_a_reverted_layer_keeps_the_process_group_that_conversion_was_given():
     group = torch.distributed.group.WORLD
     converted = client.convert_model(nn.Sequential(nn.SyncBatchNorm(3)), process_group=group)
     assert converted[0].process_group is group
@@ -304,7 +304,7 @@ def test_a_given_process_group_is_that_of_torchs_layers_too():
 
 
 @pytest.mark.parametrize("ours", TWINS.values())
-def test_torchs_own_name_converts_too(ours):
+def test_convert_sync_batchnorm_of_our_layers_converts_too(ours):
     converted = ours.convert_sync_batchnorm(everything(), None)
     assert kinds(converted) == [TWINS[kind] for kind in kinds(everything())]
     with pytest.raises(ValueError, match="got <the left half>"):
@@ -326,7 +326,7 @@ def test_torchs_converter_leaves_synchronised_layers_as_they_are(kind, options):
     assert type(reverted[0]) is nn.SyncBatchNorm
 
 
-def test_torchs_own_name_reports_at_the_callers_line():
+def test_convert_sync_batchnorm_of_our_layers_reports_at_the_callers_line():
     parallel = SpecialParallel(nn.BatchNorm1d(3))
     with pytest.warns(UserWarning, match="SpecialParallel") as reports:
         client.SynchronizedBatchNorm2d.convert_sync_batchnorm(parallel)
@@ -430,7 +430,7 @@ def test_patched_layers_take_torchs_options():
 
 
 @pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "x" * 257])
-def test_a_layer_at_an_invalid_place_is_refused_before_any_change(name):
+def test_a_layer_with_an_invalid_name_is_refused_before_any_change(name):
     model = nn.Module()
     model.add_module("first", nn.BatchNorm1d(2))
     model.add_module(name, nn.BatchNorm1d(2))

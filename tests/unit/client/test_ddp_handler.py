@@ -1,4 +1,4 @@
-"""mp_sync gives every member the values of all; mismatches raise on all members, which stay in step."""
+"""mp_sync gives every member the values of all; mismatches raise on all members, and their next rounds succeed."""
 
 import functools
 import struct
@@ -25,7 +25,7 @@ from support.sentences import says
 LOOP = SimpleNamespace(train_loader=None, validation_loader=None, test_loader=None)
 
 
-# Extensions within extensions: 1 KB of them once crashed the processes of all other members.
+# Extensions nested 400 deep: a recursive decoder would overflow the stacks of all other members.
 NESTED = functools.reduce(lambda inner, _: msgpack.packb(msgpack.ExtType(2, inner)), range(400), msgpack.packb(1))
 
 
@@ -87,7 +87,7 @@ def test_all_members_are_present_again_between_two_passes():
         ([[], []], torch.tensor([])),
     ],
 )  # fmt: skip
-def test_values_of_all_members_are_joined_in_their_order(values, expected):
+def test_values_of_all_members_are_joined_in_rank_order(values, expected):
     assert_all_get(synced(values), expected)
 
 
@@ -110,7 +110,7 @@ def test_without_concatenation_the_result_is_a_list_of_each_members_value():
         assert [part.shape for part in parts] == [(1,), (2, 2)]
 
 
-def test_without_a_tensor_an_array_gives_an_array_and_another_value_a_list():
+def test_without_return_tensor_an_array_gives_an_array_and_another_value_a_list():
     array, *lists = synced([np.ones(2, "f4"), [1.0], torch.ones(1)], return_tensor=False)
     assert isinstance(array, np.ndarray)
     assert array.dtype == np.float32
@@ -194,7 +194,7 @@ def test_a_number_that_is_too_large_for_double_precision_is_refused():
         as_tensor(10**400, double_precision=True)
 
 
-def test_a_cause_that_is_too_long_or_no_text_is_reported_all_the_same():
+def test_a_cause_that_is_too_long_and_not_utf_8_is_reported_all_the_same():
     def sync(connection):
         return outcome(lambda: all_gather_tensors(connection, lambda: fail() if connection.rank else {}))
 
@@ -209,7 +209,7 @@ def test_a_cause_that_is_too_long_or_no_text_is_reported_all_the_same():
 
 
 @pytest.mark.parametrize("values", [["a", None], ["a", "a"]])
-def test_with_invalid_values_on_all_each_member_raises_its_own_error(values):
+def test_with_invalid_values_on_all_members_each_raises_its_own_error(values):
     def sync(connection):
         return after(connection, lambda: handler(connection).mp_sync(values[connection.rank]))
 

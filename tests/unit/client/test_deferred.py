@@ -1,4 +1,4 @@
-"""However a mini-batch is cut into micro-batches, it moves the statistics once, as `nn.BatchNorm` does uncut."""
+"""However a mini-batch is cut into micro-batches, it moves the statistics once, as the whole moves `nn.BatchNorm`'s."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ import client
 from programs import deferred_programs
 from programs.deferred_programs import batch
 
-# A row per micro-batch, an entry per member.
+# Numbers of samples: a row per micro-batch, an entry per member.
 SHARES = ((2, 1), (1, 3), (2, 2))
 ONE_EMPTY = ((2, 1), (0, 3), (0, 0))
 
@@ -33,7 +33,7 @@ def layers(chunks, kind="1d of (N, C)", dtype=torch.float64, **options):
 
 
 def assert_equal(found, expected, tolerance=1e-12):
-    """Compares the buffers of two modules; `deferred_programs.buffers` returns those of a module."""
+    """Compares the buffers of two modules; each may also be a dict, as `deferred_programs.buffers` returns it."""
     found, expected = (
         deferred_programs.buffers(each) if isinstance(each, nn.Module) else each for each in (found, expected)
     )
@@ -56,7 +56,7 @@ def unmoved(layer):
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", SHAPES)
-def test_a_mini_batch_of_unequal_micro_batches_moves_as_the_whole(kind, dtype):
+def test_unequal_micro_batches_move_the_statistics_as_the_whole_mini_batch(kind, dtype):
     plain, layer = layers(3, kind, dtype)
     for x in (samples(9, kind, dtype), samples(9, kind, dtype) * 2):
         check_moves_as_whole(plain, layer, x.split((2, 4, 3)), TOLERANCES[dtype])
@@ -103,7 +103,7 @@ def test_members_with_micro_batches_equal_the_whole_mini_batch(members, sizes, m
             assert_equal(seen, wanted)
 
 
-def test_virtual_replicas_move_together_and_once():
+def test_the_statistics_of_virtual_replicas_move_together_and_once():
     plain, layer = layers(3, "2d")
     moves = []
     layer.register_forward_hook(lambda replica, *_: moves.append((replica.running_mean.clone(), replica.running_var)))
@@ -267,7 +267,7 @@ def test_members_compiled_whole_equal_eager_ones(members, momentum):
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_alone_and_compiled_it_moves_as_the_whole(momentum):
+def test_a_compiled_layer_alone_moves_its_statistics_as_the_whole_mini_batch(momentum):
     torch.compiler.reset()
     torch.manual_seed(0)
     plain = nn.BatchNorm1d(3, momentum=momentum).double()

@@ -26,7 +26,7 @@ def test_a_layer_of_any_type_equals_torchs(members, dtype):
         shards.assert_equal_to_torch_and_to_the_exact_result(found, case)
 
 
-def test_a_half_precision_running_variance_outlives_a_batch_whose_own_would_overflow(members):
+def test_a_float16_running_variance_stays_finite_although_the_batchs_variance_exceeds_float16(members):
     """The variance of the batch, about 90,000, exceeds float16's 65,504, but only a tenth enters the average."""
     case = Shards("2d", (3, 2), "float16", scale=300.0)
     (found,) = everywhere(members, [case])
@@ -37,7 +37,7 @@ def test_a_half_precision_running_variance_outlives_a_batch_whose_own_would_over
 @pytest.mark.parametrize("dtype", HALVES)
 def test_half_input_with_float32_parameters_is_as_in_torch(members, dtype):
     cases = [Shards(kind, (3, 0, 2), "float32", input_dtypes=(dtype,) * 3) for kind in KINDS]
-    # float16 ends at 65,504: counts and sums go beyond it.
+    # Count and sums of this case exceed float16's maximum, 65,504.
     cases.append(Shards("1d of (N, C, L)", (14_000, 0, 9), "float32", offset=20.0, input_dtypes=(dtype,) * 3))
     for case, found in zip(cases, everywhere(members, cases), strict=True):
         shards.assert_equal_to_torch_and_to_the_exact_result(found, case)

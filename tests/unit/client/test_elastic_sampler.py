@@ -37,7 +37,7 @@ def test_without_shuffling_it_keeps_the_order_of_the_dataset():
     assert shares(5, 2, shuffle=False) == [[0, 2, 4], [1, 3]]
 
 
-def test_batches_are_those_of_a_loader():
+def test_recorded_batches_equal_the_loaders_batches():
     sampler = ElasticSampler(range(10))
     loader = DataLoader(range(10), batch_size=4, sampler=sampler)
     for index, batch in enumerate(loader):

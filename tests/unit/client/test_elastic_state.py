@@ -50,9 +50,9 @@ def test_every_sample_is_learnt_once_in_each_epoch(job, fate):
     [
         pytest.param(Job(5, 1, 1, 1), (2, {}, {}), (0, 1), id="one member has a batch more"),
         pytest.param(Job(8, 1, 1, 2), (2, {}, {2: (0, 4)}), (0, 1, 2), id="a newcomer takes over the state"),
-        # Member 1 dies in the second batch that is not committed yet; its successor comes before the others commit.
+        # Member 1 dies in its second batch; its successor joins before member 0 commits for the first time.
         pytest.param(Job(12, 1, 3, 1), (2, {1: 3}, {1: (0, 4)}), (0, 1), id="a successor takes a lost member's number"),
-        # Member 0 dies in its second round, after all have received its first state.
+        # Member 0 dies in its second round: all have received its report, but not its state.
         pytest.param(Job(6, 2, 1, 1), (3, {0: 1}, {}), (1, 2), id="the member with the state dies"),
     ],
 )
@@ -195,7 +195,7 @@ def test_members_that_commit_at_different_places_get_an_error(together):
         assert "rank 0 in epoch 0 after 1 commits, rank 1 in epoch 1 after 1 commits" in str(error)
 
 
-def test_the_callback_gets_the_members_that_joined_and_left(together):
+def test_members_changed_lists_the_members_that_were_lost_and_joined(together):
     def leave(connection: Connection) -> Any:
         state = ElasticState(nn.Linear(1, 1))
         state.sync()
@@ -254,7 +254,7 @@ def test_a_newcomer_before_the_first_commit_is_a_founding_member(together):
         ([0, 0, [], False, 1, np.array([99])], "expected samples of the dataset, got index 99 is out of bounds"),
     ],
 )
-def test_a_report_of_something_else_is_refused(together, report, what):
+def test_an_invalid_report_from_another_member_is_refused(together, report, what):
     def commit(connection: Connection) -> Any:
         if connection.rank:
             connection.rejoin(None)
@@ -297,7 +297,7 @@ NOTHING = {"model": STATE_OF_A_LINEAR, "optimizer": None, "sampler": None}
         ({**NOTHING, "model": {**STATE_OF_A_LINEAR, "weight": torch.zeros(2**10, 0)}}, "does not fit: RuntimeError: "),
     ],
 )
-def test_a_mismatching_state_is_refused_without_terminal_control(together, state, what):
+def test_the_error_for_a_mismatching_state_contains_no_terminal_escape(together, state, what):
     def commit(connection: Connection) -> Any:
         if connection.rank:
             connection.rejoin(None)

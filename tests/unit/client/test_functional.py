@@ -1,4 +1,4 @@
-"""The autograd function: one node for all replicas, with a round forward and one in each backward pass."""
+"""The autograd function: one node for all replicas, with one round in the forward and in each backward pass."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_all_replicas_share_one_node_one_round_forward_and_one_backward():
     assert pipe.rounds == ["forward", "backward"]
 
 
-def test_the_gradient_of_one_replicas_input_takes_all_replicas():
+def test_an_inputs_gradient_does_not_depend_on_which_other_inputs_need_one():
     (only, *_), (expected, *_) = (_input_gradients(nr_needed) for nr_needed in (1, len(SIZES)))
     assert torch.equal(only, expected)
 

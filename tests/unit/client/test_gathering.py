@@ -21,7 +21,7 @@ from support.strategies import key
 
 ROW = Rows((1,), np.ones((1, 2, 3)))
 
-# One word more than the first round holds, and more than two further rounds hold.
+# One byte more than the first round holds of a member, and more bytes than two further rounds hold.
 BEYOND_FIRST = VALUE_BYTES * 1024 + 1
 BEYOND_THREE = 2 * VALUE_BYTES * limits.MAX_CHANNELS + 5
 

@@ -27,7 +27,7 @@ from support.sentences import says
 PAIR = Group("pair", 2)
 LOW, HIGH = Group("low", 2), Group("high", 2)
 
-# Another order of addition gives another last bit: 1.0 is lost next to 1e16, unless -1e16 came before it.
+# The sum depends on the order of addition, since small values are lost next to 1e16: 0.3, or 0.0 in reverse.
 VALUES = (1e16, 1.0, -1e16, 0.3)
 
 
@@ -52,7 +52,7 @@ def connected(master: MemoryMaster, n: int, deadline_of_last: float = 20.0) -> I
         yield [stack.enter_context(connection) for connection in connections]
 
 
-def test_the_only_member_of_a_group_has_its_number_of_the_job():
+def test_the_only_member_of_a_group_keeps_its_rank_in_the_job():
     with connected(MemoryMaster(), 2) as (_, second):
         current.set_current_connection(second)
         aggregate = LocalPipe("bn").run_slave(row(np.nan))
@@ -125,7 +125,7 @@ def test_the_error_about_the_hosts_group_names_the_missing_variable(environ, mes
         ({"LOCAL_WORLD_SIZE": "", "WORLD_SIZE": ""}, 4, False),
     ],
 )
-def test_variables_of_other_processes_do_not_determine_the_host(environ, world_size, is_told):
+def test_the_local_size_counts_only_if_the_launcher_has_started_the_whole_job(environ, world_size, is_told):
     assert groups.has_local_size(environ, world_size) is is_told
 
 
@@ -152,7 +152,7 @@ def test_a_group_is_made_again_from_its_name_and_size(group):
 # Groups on a connection.
 
 
-def test_a_connection_knows_which_group_is_meant(monkeypatch):
+def test_a_connection_resolves_none_local_and_groups(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("GROUP_RANK", "3")
     with MemoryMaster().connect(0, 1) as connection:
@@ -195,7 +195,7 @@ def test_without_a_launcher_the_members_determine_who_shares_a_host(monkeypatch)
     of_machines(monkeypatch, {0: "one", 1: "other", 2: "one", 3: "third"})
 
     def program(connection):
-        assert not connection.is_alone("local"), "the members have not exchanged their machines yet"
+        assert not connection.is_alone("local"), "the members have not exchanged their machine ids yet"
         sums = [total(connection, "local"), total(connection, None), total(connection, "local")]
         return sums, connection.group("local").name, connection.rounds, connection.is_alone("local")
 
@@ -239,7 +239,7 @@ def test_threads_of_one_member_determine_the_hosts_group_in_one_round(monkeypatc
     assert first == third
 
 
-def test_the_members_of_an_elastic_job_need_a_launcher(monkeypatch):
+def test_the_hosts_group_in_an_elastic_job_needs_a_launcher(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     with (
         MemoryMaster().connect(0, 1, min_members=1) as connection,
@@ -388,7 +388,7 @@ def test_the_error_of_an_incomplete_group_lists_missing_and_present_members():
         assert caught.value.fields == {"job": "job", "group": "three", "size": 3, "present": [2]}
 
 
-def test_after_a_group_did_not_fill_the_others_are_usable_and_it_may_be_tried_again():
+def test_after_a_group_did_not_fill_other_groups_are_usable_and_a_retry_may_succeed():
     master = MemoryMaster()
     with connected(master, 2, deadline_of_last=0.1) as (zero, one), ThreadPoolExecutor(1) as thread:
         assert isinstance(outcome(lambda: total(one, PAIR)), GroupIncomplete)
@@ -422,7 +422,7 @@ def test_threads_that_wait_for_a_group_share_its_failure():
 # Leaving.
 
 
-def test_closing_says_goodbye_in_every_group():
+def test_closing_leaves_every_group():
     master = MemoryMaster()
     with connected(master, 2) as pair:
         in_threads([lambda c=c: total(c, PAIR) for c in pair])

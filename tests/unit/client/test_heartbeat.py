@@ -1,4 +1,4 @@
-"""The heartbeat thread: it sends only if a session is otherwise silent, ends at once, and is not in forked children."""
+"""The heartbeat thread: when it sends heartbeats and reports, how it ends, and its absence in forked children."""
 
 import os
 import queue
@@ -133,7 +133,7 @@ def test_a_silent_session_sends_heartbeats_as_often_as_it_must(start, beacon):
     wait_until(lambda: len(beacon.sent) >= 5)
     heartbeat.stop()
     times = [moment for moment, _ in beacon.sent]
-    # The first heartbeat only announces the socket.
+    # The interval after the first heartbeat does not count: that heartbeat only announces the session.
     assert times[-1] - times[0] > 0.9 * (len(times) - 2) * INTERVAL
 
 
@@ -155,7 +155,7 @@ def test_a_session_that_no_master_knows_sends_nothing(start, beacon):
     assert set(beacon.sessions()) == {b"session1"}
 
 
-def test_it_reports_each_connection_except_the_first(monkeypatch, start, beacon):
+def test_idle_channels_are_closed_after_the_first_heartbeat_of_each_reconnect(monkeypatch, start, beacon):
     monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 3600.0)
     told = []
     heartbeat = start(lambda: [a_session()], lambda: told.append(len(beacon.sent)))
@@ -163,7 +163,7 @@ def test_it_reports_each_connection_except_the_first(monkeypatch, start, beacon)
         beacon.events.put("connected")
         wait_until(lambda number=number: len(beacon.sent) == number)
     heartbeat.stop()
-    assert told == [2, 3], "not before the heartbeat: the master must know the new connection before others close"
+    assert told == [2, 3], "after the heartbeat: the master must know the new connection before idle channels close"
 
 
 @pytest.mark.usefixtures("quick")
@@ -199,7 +199,7 @@ def broken_job():
     return BrokenJob(ThreadSampler(reports_stacks=True, rank=0), "rank 0", None)
 
 
-def test_a_question_for_the_place_of_the_process_gets_an_answer(beacon, broken_job):
+def test_a_stack_request_is_answered_with_a_stack_report(beacon, broken_job):
     session, other = a_session(), a_session(b"session1")
     heartbeat = thread_of(beacon, lambda: [other, session], broken_job)
     beacon.incoming = [encode(StackRequest(digest(session.member_token), 7)), encode(StackRequest(b"no such ", 8))]
@@ -212,7 +212,7 @@ def test_a_question_for_the_place_of_the_process_gets_an_answer(beacon, broken_j
     assert answer.stack
 
 
-def test_the_news_of_a_broken_job_are_received(beacon, broken_job):
+def test_the_failure_of_this_job_is_received_and_that_of_another_job_ignored(beacon, broken_job):
     heartbeat = thread_of(beacon, lambda: [a_session()], broken_job)
     fields = {"job": "job", "group": "world", "member": 1, "step": 3, "cause": "boom"}
     others = {**fields, "job": "another"}
@@ -251,7 +251,7 @@ def test_a_beacon_reports_its_connection_and_queues_nothing_without_one(context,
     beacon.close()
 
 
-def test_an_error_while_collecting_sessions_does_not_end_the_heartbeats(context, tmp_path):
+def test_an_error_while_checking_for_a_broken_job_does_not_end_the_heartbeats(context, tmp_path):
     steps = []
 
     def step(now):
@@ -426,7 +426,7 @@ def opened(session):
     return session
 
 
-def test_a_job_that_has_been_open_for_a_minute_without_a_layer_is_unused_once():
+def test_a_job_that_has_been_open_for_a_minute_without_a_layer_is_reported_unused_once():
     """Neither the time until the group opens nor rounds without a layer count."""
     scheduler, session = HeartbeatScheduler(), a_session()
     session.forward_key("hello", GATHER)
@@ -460,7 +460,7 @@ def test_a_rank_whose_model_was_not_converted_is_warned_once(server, job, monkey
 
 
 def test_a_session_unknown_to_a_new_master_sends_a_heartbeat_at_once():
-    """The new master refused the first heartbeat; without another it would probe an address that may be closed."""
+    """The new master refused the first heartbeat; without a second one it would use a channel that may be closed."""
     scheduler, session = HeartbeatScheduler(), a_session()
     unknown = encode(Failure("unknown_session", "who?", {"digest": digest(session.member_token).hex()}))
 
@@ -489,7 +489,7 @@ def sampled(session, step=0):
     return session
 
 
-def test_figures_follow_a_heartbeat():
+def test_skew_figures_follow_a_heartbeat():
     """A server that does not know the session would answer them with an error."""
     scheduler, session = HeartbeatScheduler(), sampled(a_session())
     assert scheduler.skew_frames(1.0, [session]) == []
@@ -502,7 +502,7 @@ def test_figures_follow_a_heartbeat():
     assert scheduler.skew_frames(9.0, [sampled(session, 8)]) == []
 
 
-def test_figures_leave_beside_the_heartbeats(start, beacon, monkeypatch):
+def test_the_heartbeat_thread_sends_skew_figures(start, beacon, monkeypatch):
     monkeypatch.setattr(samples, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 0.05)
     session = sampled(a_session())
@@ -514,7 +514,7 @@ def test_figures_leave_beside_the_heartbeats(start, beacon, monkeypatch):
     assert digest_.values.tolist() == [[[2.0, 1.0, 1.0, 0.25], [2.0, 3.0, 1.0, 0.25]]]
 
 
-def test_invalid_figures_do_not_end_the_heartbeats(start, beacon, monkeypatch):
+def test_an_error_in_skew_figures_does_not_end_the_heartbeats(start, beacon, monkeypatch):
     monkeypatch.setattr(samples, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 0.05)
     session = sampled(a_session())
@@ -524,7 +524,7 @@ def test_invalid_figures_do_not_end_the_heartbeats(start, beacon, monkeypatch):
     assert SkewStats not in beacon.kinds
 
 
-def test_figures_that_are_not_finite_are_left_out():
+def test_skew_figures_that_are_not_finite_are_left_out():
     session = sampled(a_session())
     (sample,) = session.transport.samples.drain(1.0)
     huge = replace(sample, counts=np.ones(2), values=np.full((2, 2, 2), 1.7e308))

@@ -15,7 +15,7 @@ from support.sentences import says
 
 @dataclass(frozen=True)
 class Kind:
-    """A lazy class of torch, ours, the classes that these become, and the shape of a sample's positions."""
+    """Torch's lazy class, our lazy class, the ordinary class that each becomes, and the shape of sample positions."""
 
     torchs: type[nn.Module]
     twin: type[nn.Module]
@@ -69,7 +69,7 @@ def test_reverted_after_its_first_forward_it_is_torchs_ordinary_layer(kind):
 @EACH
 @pytest.mark.parametrize("masked", [False, True])
 def test_its_first_forward_is_synchronised(kind, masked):
-    """Torch looks up `forward` before the hook that changes the class, so the lazy class must have ours."""
+    """Torch looks up `forward` before it runs the hook that changes the class, so our lazy class must override it."""
     replicas = [client.convert_model(kind.torchs()) for _ in range(2)]
     execute_replication_callbacks(replicas)
     barrier = vars(replicas[0])["_barrier"]

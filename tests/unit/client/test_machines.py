@@ -1,4 +1,4 @@
-"""The client's waits as pure functions: their frames, deadlines and results."""
+"""The client's state machines, without I/O: the frames, deadlines and results of round trips and registrations."""
 
 import numpy as np
 import pytest
@@ -82,7 +82,7 @@ def test_a_long_wait_is_reported_at_doubling_intervals(trip, caplog):
     assert [record.getMessage() for record in caplog.records] == ["waiting, 10 s", "waiting, 20 s"]
 
 
-def test_a_member_of_a_server_without_successor_waits_for_none(trip):
+def test_a_round_trip_gives_up_early_if_no_other_server_can_start(trip):
     _, due, _ = trip.begin(BEGAN)
     trip.is_gone = lambda: True
     while due < BEGAN + WARN_SECONDS:
@@ -99,7 +99,7 @@ def test_a_member_introduces_itself_to_a_restarted_master_and_asks_again(trip):
     assert (type(register), contribution.attempt, result) == (Register, 1, None)
 
 
-def test_the_latest_place_precedes_each_contribution_until_an_answer(trip, session):
+def test_the_last_round_done_precedes_each_contribution_until_an_answer(trip, session):
     settled = session.round_done(session.forward_key("before"))
     frames, due, _ = trip.begin(BEGAN)
     assert frames[0] == settled
@@ -113,13 +113,13 @@ def test_the_latest_place_precedes_each_contribution_until_an_answer(trip, sessi
     assert [type(message) for message in sent(later.begin(BEGAN)[0])] == [Contribution]
 
 
-def test_a_round_settled_during_an_earlier_answer_is_still_repeated(session):
+def test_acknowledging_an_earlier_round_done_keeps_the_later_one(session):
     earlier, later = (session.round_done(session.forward_key(layer)) for layer in ("one", "two"))
     session.last_round_done.acknowledge(earlier)
     assert session.last_round_done.frame == later
 
 
-def test_the_sessions_of_a_process_report_its_latest_place_for_each_other():
+def test_the_sessions_of_a_process_report_its_last_round_done_for_each_other():
     last = LastRoundDone()
     world, pair = (
         Session(token, Member("job", group, 0, 0, 2, DEADLINE, "here"), last)
@@ -150,7 +150,7 @@ def test_a_registration_waits_for_the_others_and_ends_when_the_group_is_open(reg
     assert registration.step(due + 1.0, registered())[2].missing == 0
 
 
-def test_waiting_for_an_incomplete_group_ends_in_time(registration):
+def test_waiting_for_an_incomplete_group_ends_at_the_deadline(registration):
     registration.begin(BEGAN)
     registration.step(BEGAN + 0.1, registered(missing=1))
     with pytest.raises(GroupIncomplete):

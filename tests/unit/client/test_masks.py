@@ -20,7 +20,7 @@ BAD = [float("nan"), float("inf"), -float("inf")]
 
 @pytest.mark.parametrize(("kind", "mask"), FITTING)
 def test_masked_shards_equal_batch_norm_over_the_packed_positions(members, kind, mask):
-    """Shards with a mask, without one, and empty. Torch computes in float64 for bfloat16: its gradients are inexact."""
+    """Shards with a mask, without one, and empty. Torch's bfloat16 gradients are inexact, so it computes in float64."""
     ways = [((3, 4, 2), (mask,) * 3), ((3, 4, 2), (mask, "absent", "all")), ((3, 0, 2), (mask,) * 3)]
     cases = [Shards(kind, sizes, dtype, masks=masks) for sizes, masks in ways for dtype in TOLERANCE]
     for case, found in zip(cases, everywhere(members, cases), strict=True):
@@ -58,7 +58,7 @@ def test_all_positions_of_some_replicas_may_be_masked(members, masks):
         assert_equal(packed(found, case).named(), on_the_whole_batch(case).named(), 1e-10)
 
 
-def test_all_positions_everywhere_masked_is_refused_on_every_member(members):
+def test_fewer_than_two_unmasked_values_are_refused_on_every_member(members):
     cases = [
         Shards("2d", (2, 1, 3), masks=("none",) * 3),
         Shards("1d of (N, C)", (1, 2, 2), masks=("some", "none", "none")),

@@ -60,7 +60,7 @@ def test_different_shapes_on_ranks_are_an_error_on_all(shapes):
         assert "moments()" in str(error)
 
 
-def test_more_means_than_a_round_takes_go_in_several():
+def test_more_means_than_a_round_takes_go_in_several_rounds():
     x = torch.arange(2.0 * limits.MAX_CHANNELS + 3, dtype=torch.float64) * torch.tensor([[1.0], [3.0]])
 
     def measure(connection):
@@ -81,7 +81,7 @@ def test_too_few_values_are_no_error():
     assert client.moments(loss, correction=0) == (1, 3.0, 0.0)
 
 
-def test_values_that_are_not_finite_are_refused_where_that_is_asked_for(monkeypatch):
+def test_on_nonfinite_raise_refuses_values_that_are_not_finite(monkeypatch):
     monkeypatch.setenv("STATSD_BN_ON_NONFINITE", "raise")
     statistics = client.RunningMoments(2, name="seen")
     with pytest.raises(NonFinite, match="layer 'seen'"):
@@ -91,7 +91,7 @@ def test_values_that_are_not_finite_are_refused_where_that_is_asked_for(monkeypa
     assert statistics.mean.tolist() == [2.0, 3.0]
 
 
-def test_it_is_a_module_like_others():
+def test_running_moments_are_a_module_like_others():
     statistics = client.RunningMoments((3, 2), eps=1e-3)
     statistics.update(X[:4])
     statistics.update(X[4])

@@ -48,7 +48,7 @@ class LikeTimms(Plain):
 
 
 class Below(LikeTimms):
-    """Calls the `forward` of another class with its own layer."""
+    """Calls the `forward` of its base class."""
 
     def forward(self, x):
         return super().forward(x) * 2
@@ -252,7 +252,7 @@ def test_ctrl_c_leaves_torchs_modes_as_they_are(kind):
 
 
 def interrupted_at(step, layer, x):
-    """Interrupts a layer's call at call `step` of our functions, from 0; returns whether there were so many calls."""
+    """Interrupts `layer(x)` at function call number `step`, from 0, in the files WATCHED; returns whether it did."""
     left = step
 
     def count(frame, event, _):
@@ -292,7 +292,7 @@ def test_a_graph_that_breaks_in_a_forward_stays_synchronised(handed):
 
     whole, converted = pair(Breaking)
     compiled = torch.compile(converted, backend="aot_eager")
-    with torch.no_grad():  # else torch warns of itself
+    with torch.no_grad():  # with gradients torch itself warns
         torch.testing.assert_close(compiled(batch()), whole(batch()))
     assert handed
 
@@ -302,7 +302,7 @@ def test_a_forward_that_torch_compile_was_told_to_leave_out_stays_synchronised(h
     # A copy, since torch marks the function and its code for good; torch 2.6 takes no bound method.
     left_out = torch._dynamo.disable(_copy(type(converted).forward), recursive=False)
     compiled = torch.compile(lambda x: left_out(converted, x).sin(), backend="aot_eager")
-    with torch.no_grad():  # else torch warns of itself
+    with torch.no_grad():  # with gradients torch itself warns
         for seed in range(3):
             torch.testing.assert_close(compiled(batch(seed)), whole(batch(seed)).sin())
     assert handed

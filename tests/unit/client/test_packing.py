@@ -1,4 +1,4 @@
-"""A packed state is restored unchanged, and invalid received data is only refused."""
+"""A packed state is restored unchanged, and invalid received data raises only ProtocolError."""
 
 import copy
 import struct
@@ -44,7 +44,7 @@ def test_a_schedule_with_milestones_continues():
     assert list(rates(lambda state: unpack(pack(state)))) == list(rates(copy.deepcopy))
 
 
-def test_types_made_of_the_plain_ones_become_plain():
+def test_values_similar_to_plain_ones_become_plain():
     state = OrderedDict(size=torch.Size([2, 3]), mean=np.float32(0.5), weight=nn.Parameter(torch.ones(1)))
     found = unpack(pack(state))
     assert (type(found), found["size"], found["mean"]) == (dict, (2, 3), 0.5)
@@ -91,8 +91,8 @@ def test_deeper_received_states_are_refused(code, levels):
         unpack(framed(*[items(code, 1), *key] * levels, 1))
 
 
-def test_extensions_within_extensions_end_no_process():
-    """1 KB of nested extensions once overflowed the stack of the receiving process."""
+def test_extensions_within_extensions_do_not_crash_the_process():
+    """A decoder that unpacks extensions recursively overflows the stack of the receiving process."""
     inner = msgpack.packb(1)
     for _ in range(10_000):
         inner = msgpack.packb(msgpack.ExtType(TUPLE, inner))
@@ -140,7 +140,7 @@ def test_an_invalid_state_is_refused(data, what):
         [items(TUPLE, 2), *[None] * 3] * 20_000,
     ],
 )
-def test_a_received_state_takes_a_few_times_its_bytes_at_most(announced):
+def test_unpacking_takes_memory_in_proportion_to_the_received_bytes(announced):
     if isinstance(announced, bytes):
         data = struct.pack("<I", len(announced)) + announced
     else:

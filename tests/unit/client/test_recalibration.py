@@ -1,4 +1,4 @@
-"""recalibrate: population statistics, exact for any distribution of the batches, or none at all."""
+"""recalibrate sets exact population statistics for any distribution of the batches, or raises and changes nothing."""
 
 import copy
 import warnings
@@ -84,7 +84,7 @@ def test_replicas_of_one_process_are_one_batch(training):
     close(statistics(found), statistics(expected))
 
 
-def test_more_channels_than_a_message_carries_take_several(monkeypatch):
+def test_more_channels_than_a_message_carries_take_several_messages(monkeypatch):
     """The model has 4 + 3 channels, and a message of 6 ends within the second layer."""
     expected = as_one_process(SIZES)
     loader = [batch for of_member in programs.batches(SIZES) for batch in of_member]
@@ -240,7 +240,7 @@ class OfDictionary(nn.Module):
         return self.bn(batch["x"], batch.get("mask"))
 
 
-def test_another_batch_is_passed_unchanged_and_masked_positions_do_not_count():
+def test_a_batch_of_another_type_is_passed_unchanged_and_masked_positions_do_not_count():
     model, mask = OfDictionary(), torch.tensor([True, False, True, True])
     client.recalibrate(model, [{"x": samples(4), "mask": mask}, {"x": samples(3, seed=1)}])
     assert_population(model.bn, torch.cat([samples(4)[mask], samples(3, seed=1)]))
@@ -402,7 +402,7 @@ def test_calls_during_recalibration_and_in_a_checkpoint_do_not_find_each_other()
     assert "checkpointed" not in exchange_cache._without_graph
 
 
-def test_an_average_of_a_model_is_a_model_in_its_mode_as_well():
+def test_an_averaged_model_has_the_mode_of_the_model_inside():
     averaged = AveragedModel(layer().eval())
     client.recalibrate(averaged, [samples(4), samples(3, seed=1)])
     assert_population(averaged.module, torch.cat([samples(4), samples(3, seed=1)]))
@@ -417,7 +417,7 @@ def test_distributed_data_parallel_sends_nothing_for_a_batch(monkeypatch):
         monkeypatch.setattr(wrapped, "_sync_buffers", raiser(AssertionError("a broadcast")))
         monkeypatch.setattr(choose, "default_group", lambda: None)
         wrapped._join_config = wrapped._join_config._replace(enable=True)
-        monkeypatch.setattr(dist, "all_reduce", raiser(AssertionError("a question")))
+        monkeypatch.setattr(dist, "all_reduce", raiser(AssertionError("an all_reduce")))
         client.recalibrate(wrapped, [samples(4), samples(3, seed=1)])
         assert wrapped.will_sync_module_buffers()
         assert wrapped._join_config.enable

@@ -84,7 +84,7 @@ def test_a_checkpoint_around_a_first_layer_whose_input_needs_no_gradient():
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("can_tell", [True, False], ids=["", "torch before 2.8"])
+@pytest.mark.parametrize("can_tell", [True, False], ids=["this torch", "torch before 2.8"])
 @pytest.mark.parametrize("number", range(3))
 def test_a_checkpoint_around_one_replica_and_not_its_siblings(number, can_tell, monkeypatch):
     if not can_tell:
@@ -287,7 +287,7 @@ def test_a_layer_is_forgotten_with_its_graphs_when_another_is_called():
     assert find(exchanges, 0, moments_of([1.0, 2.0])) is kept
 
 
-def test_calls_without_a_graph_are_forgotten_after_some_more():
+def test_the_oldest_call_without_a_graph_is_forgotten_beyond_the_limit():
     exchanges = ExchangeCache()
     for number in range(MAX_WITHOUT_GRAPH + 1):
         exchanges.add(exchange_of([1.0, float(number)]), has_graph=False)

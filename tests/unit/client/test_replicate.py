@@ -1,4 +1,4 @@
-"""The replication layer: the seed's callback protocol, and virtual replicas that behave as torch's."""
+"""Replication: the callbacks of Synchronized-BatchNorm-PyTorch, and virtual replicas that behave as torch's."""
 
 import threading
 from contextlib import nullcontext
@@ -119,7 +119,7 @@ def test_a_layer_skipped_in_one_replica_is_reported_at_once():
 
 
 class GradModes(nn.Module):
-    """Replicas in `without` run the layer without gradients; those in `last` reach it after the others."""
+    """A replica runs the layer within `without()` unless `grad` is true; replicas in `last` reach the layer last."""
 
     def __init__(self, last, without):
         super().__init__()
@@ -164,7 +164,7 @@ def test_the_module_itself_is_never_a_replica():
     assert "_replica" not in vars(layer)
 
 
-def test_replicas_of_replicas_are_refused_where_they_would_miss_their_cousins():
+def test_replicas_of_replicas_are_refused_in_training():
     layer = client.SynchronizedBatchNorm1d(2)
     nested = DataParallelWithCallback(DataParallelWithCallback(nn.Sequential(layer), ["cpu"] * 2), ["cpu"] * 2)
     x = torch.randn(8, 2)

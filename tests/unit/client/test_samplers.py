@@ -29,7 +29,7 @@ class OfUnknownLength(Dataset):
 
 
 class AbstractCallback:
-    """Like aitoolbox's; its handler, below, accepts nothing else, and calls only overridden methods."""
+    """Like aitoolbox's: `CallbacksHandler` accepts no other class; a subclass must override `on_epoch_begin`."""
 
     def on_epoch_begin(self):
         raise NotImplementedError

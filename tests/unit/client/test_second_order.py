@@ -46,7 +46,7 @@ def test_an_empty_replica_takes_part_in_the_second_backward():
     assert gradgradcheck(in_process(), leaves((3, 0, 2)))
 
 
-def test_without_affine_parameters():
+def test_second_gradients_are_right_without_affine_parameters():
     def run(*inputs):
         slices = [Slice(x, None, None) for x in inputs]
         return tuple(batch_norm(slices, Exchange(LocalPipe("bn"), "bn", 1e-5, "plus")))

@@ -1,4 +1,4 @@
-"""The client's pure half: round keys that agree on all members, and recognition of answers."""
+"""The client's session, without I/O: round keys that agree on all members, and recognition of answers."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_in_a_group_it_keeps_its_number_in_the_job():
     assert session.forward_key("a").group == "pair"
 
 
-def test_it_registers_again_with_its_past(session):
+def test_it_registers_again_with_its_server_and_step(session):
     session.registered(encode(Registered(digest(TOKEN), b"server-0", 2, 0, 0, NO_MEMBERS)))
     walk(session, session.forward_key("a"))
     session.forward_key("a")
@@ -64,7 +64,7 @@ def test_a_step_begins_with_the_first_forward_after_a_backward(session):
     assert session.forward_key("a").call == 1
 
 
-def test_a_backward_round_of_an_earlier_step_leaves_the_counting_alone(session):
+def test_a_step_also_begins_after_a_backward_round_of_an_earlier_step(session):
     early = session.forward_key("a")
     walk(session, session.forward_key("b"))
     assert session.forward_key("b").step == 1

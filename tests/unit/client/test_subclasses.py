@@ -95,7 +95,7 @@ def test_a_profiler_may_wrap_the_function_that_a_forward_calls(monkeypatch):
     check_same(found, step(plain, x, factors))
 
 
-# Classes whose `forward` supports none of OPTIONS, and those without a cumulative average.
+# Classes whose `forward` supports none of OPTIONS, and classes without a cumulative average (momentum None).
 WITHOUT_OPTIONS = {subclasses.Operator, subclasses.Helped, subclasses.Scaled}
 WITHOUT_MOMENTUM = {subclasses.Centred}
 OPTIONS = [
@@ -296,7 +296,7 @@ def test_a_subclass_is_compiled_whole():
     check_same_model(converted, whole)
 
 
-def test_a_layer_that_computes_its_own_statistics_is_named_after_its_first_step(caplog, monkeypatch):
+def test_a_layer_that_computes_its_own_statistics_is_reported_after_its_first_step(caplog, monkeypatch):
     # The warning comes once per process; an earlier test may have caused it.
     monkeypatch.setattr(client.synchronized_class(Foreign), "_logged_warnings", set())
     model = nn.Sequential(made(Foreign), made(Foreign), made(Functional))
@@ -469,7 +469,7 @@ def test_every_name_that_torchs_layers_lack_is_reserved():
     plain, layer = Functional(CHANNELS), client.convert_model(Functional(CHANNELS))
     layer(torch.randn(2, CHANNELS, 3, 2))
     ours = {name for name in {*dir(layer), *vars(layer)} - {*dir(plain)} if not name.startswith("__")}
-    # A subclass may define these names: our code does not use ours in subclasses.
+    # A subclass may define these two names itself: our code does not need ours in subclasses.
     assert ours - {"process_group", "convert_sync_batchnorm"} == set(RESERVED_NAMES)
 
 

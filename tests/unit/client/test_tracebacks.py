@@ -209,7 +209,7 @@ NOT_DECORATED = {
     # These checks have no inner frames.
     *("Connection.group", "Connection.is_alone"),
 }
-# torch calls these, and errors of a layer's call leave in `forward`.
+# Torch calls the methods of these classes, or they raise no error of ours.
 OF_TORCH = {"DataParallelWithCallback", "CallbackContext", "ElasticSampler"}
 
 

@@ -8,7 +8,7 @@ from client.transports.transport import LocalPipe
 from statsd_bn import Rows
 from support.memory_members import in_threads, run_members
 
-# In float64, adding these in another order gives another last bit.
+# In float64 the sum of these values depends on the order of addition.
 ROWS = np.array([0.1, 0.2, 0.3, 1e16, -1e16, 0.7]).reshape(6, 1, 1)
 
 
@@ -27,7 +27,7 @@ def test_the_local_transport_adds_to_the_same_bits_as_the_master():
 
 @pytest.mark.parametrize("threads", [4])
 def test_threads_of_one_member_may_exchange_at_the_same_time(threads):
-    """In opposite orders on two members: with one socket for all threads, they would wait for each other for ever."""
+    """Two members exchange in opposite orders: with one socket for all threads, they would wait for ever."""
 
     def both_ways(connection):
         order = range(threads) if connection.rank == 0 else reversed(range(threads))

@@ -36,7 +36,7 @@ class Attributes(dict):
         self.__dict__ = self
 
 
-def test_a_dict_with_attributes_has_the_part_in_both():
+def test_a_dict_with_attributes_has_its_part_as_item_and_as_attribute():
     args, _ = any_device.scatter((Attributes(x=torch.arange(4)),), {}, [CPU] * 2, 0)
     assert [(batch.x.tolist(), batch["x"].tolist()) for (batch,) in args] == [([0, 1], [0, 1]), ([2, 3], [2, 3])]
     joined = any_device.gather([Attributes(y=torch.zeros(1)), Attributes(y=torch.ones(1))], CPU, 0)

@@ -1,4 +1,4 @@
-"""Rounds of compiled branches keep the program's order, whatever inductor makes of the sizes of the ranks' batches."""
+"""Rounds of compiled branches keep the program's order, however inductor orders the code for a rank's batch size."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def _orders() -> list[list[branch_programs.Round]]:
 # Warnings of torch itself when it imports inductor.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Skipping serialization:UserWarning")
-def test_ranks_with_other_batches_run_the_rounds_of_two_branches_in_one_order():
+def test_ranks_with_different_batch_sizes_run_the_rounds_of_two_branches_in_the_same_order():
     expected = [(layer, 0, phase) for layer, phase in (("first.3", "forward"), ("second.3", "forward"))]
     expected += [(layer, 0, "backward") for layer in ("second.3", "first.3")]
     assert _orders() == [expected] * 2

@@ -79,7 +79,7 @@ class Evading(nn.BatchNorm2d):
         return x * 2 if self.training else nn.functional.batch_norm(x, self.running_mean, self.running_var)
 
 
-def test_a_compiled_forward_that_takes_another_way_is_reported_once(caplog):
+def test_a_compiled_forward_without_a_call_of_batch_norm_is_reported_once(caplog):
     model = client.convert_model(made(Evading))
     run = compiled(model)
     for x in batches():

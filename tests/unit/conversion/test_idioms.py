@@ -118,7 +118,7 @@ UNSEEN = [functools.partial(Unseen, way=functools.partial(checkpoint, use_reentr
 
 
 @pytest.mark.parametrize("kind", [CheckpointsTorchsForward, CheckpointsByADecorator, BelowOneThatCheckpoints, *UNSEEN])
-def test_a_checkpoint_of_its_call_of_batch_norm_is_an_error_in_the_first_step(kind):
+def test_a_forward_that_checkpoints_its_call_of_batch_norm_is_an_error_in_the_first_step(kind):
     model = client.convert_model(nn.Sequential(kind(CHANNELS)))
     with pytest.raises(ConfigurationError, match="layer '0': its forward checkpoints its call of batch_norm"):
         model(batch().requires_grad_())
@@ -195,7 +195,7 @@ class OfDomains(nn.BatchNorm2d):
 @pytest.mark.parametrize(
     "make", [pruned, lambda: nn.Sequential(Wider(CHANNELS)), lambda: nn.Sequential(OfDomains(CHANNELS))]
 )
-def test_several_tensors_or_other_channel_counts_than_stated_are_synchronised(make):
+def test_layers_with_several_statistics_or_a_wrong_num_features_are_synchronised(make):
     model = make().double()
     x = torch.cat([batch(), batch() + 1])[:8].double()
     whole, converted = copy.deepcopy(model), client.convert_model(model)
@@ -252,7 +252,7 @@ class MadeByName(nn.BatchNorm2d):
         nn.BatchNorm2d.__init__(self, channels)
 
 
-def test_a_class_whose_layers_are_made_by_the_name_of_torchs_makes_synchronised_ones():
+def test_a_class_whose_init_calls_torchs_class_by_name_makes_synchronised_layers():
     layer = client.synchronized_class(MadeByName)(CHANNELS)
     torch.testing.assert_close(layer(batch()), nn.BatchNorm2d(CHANNELS)(batch()))
 
@@ -268,7 +268,7 @@ def test_a_parametrized_layer_with_micro_batches_is_copied():
     assert (model[0].num_batches_tracked, copied[0].num_batches_tracked) == (1, 0)
 
 
-def test_a_layer_whose_forward_was_wrapped_since_is_left_by_revert_and_named():
+def test_a_layer_whose_forward_was_wrapped_after_conversion_is_left_by_revert_and_named():
     model = client.convert_model(nn.Sequential(Activated(CHANNELS)))
     model[0].forward = functools.partial(lambda forward, x: 2 * forward(x), model[0].forward)
     with pytest.warns(UserWarning, match="revert_model left 1 layer synchronised: '0' .*with its own forward"):
@@ -294,7 +294,7 @@ class LoadedByNames(nn.BatchNorm2d):
         super()._load_from_state_dict(**named, **lists)
 
 
-def test_a_class_that_loads_its_state_by_names_still_does():
+def test_a_class_that_loads_its_state_by_keyword_arguments_still_does():
     model = client.convert_model(nn.Sequential(LoadedByNames(CHANNELS)))
     model.load_state_dict({name: 3 * value for name, value in model.state_dict().items()})
     assert model[0].weight.tolist() == [3] * CHANNELS
@@ -320,14 +320,14 @@ def test_a_layer_inside_another_with_a_shared_weight_is_separate():
 
 
 class MovesApart(nn.BatchNorm2d):
-    """Moves its statistics in one call of `batch_norm`, and normalises in another without its tensors."""
+    """Updates its running statistics in one `batch_norm`, and normalises in another one without its tensors."""
 
     def forward(self, x):
         F.batch_norm(x.detach(), self.running_mean, self.running_var, training=self.training)
         return F.batch_norm(x, None, None, training=True)
 
 
-def test_a_call_without_tensors_next_to_one_with_some_is_reported(caplog):
+def test_a_call_without_tensors_next_to_a_call_with_tensors_is_reported(caplog):
     model = client.convert_model(nn.Sequential(MovesApart(CHANNELS)))
     for _ in range(2):
         model(batch())
@@ -343,7 +343,7 @@ def test_a_class_other_than_a_batch_norm_is_refused(given):
 
 
 @pytest.mark.parametrize("in_replicas", [False, True])
-def test_only_layers_whose_forward_takes_another_way_are_named(in_replicas, caplog):
+def test_only_layers_whose_forward_does_not_normalise_with_their_tensors_are_named(in_replicas, caplog):
     class SlicedIfTold(nn.BatchNorm2d):
         is_sliced = False
 
@@ -417,7 +417,7 @@ class RecordingInside(torch.autograd.Function):
         return None, torch.autograd.grad(ctx.output, ctx.x, grad)[0]
 
 
-def test_a_call_in_a_function_that_records_inside_is_not_refused():
+def test_a_call_in_an_autograd_function_that_records_its_own_graph_is_not_refused():
     x = batch().requires_grad_()
     whole = Unseen(CHANNELS, lambda function, x: function(x))
     model = client.convert_model(nn.Sequential(Unseen(CHANNELS, RecordingInside.apply)))
@@ -464,7 +464,7 @@ def test_no_grad_and_hooks_for_saved_tensors_are_not_taken_for_a_checkpoint(way)
     assert list(client.conversion_report(model).synchronised) == ["0"]
 
 
-def test_a_layer_with_an_own_forward_may_be_checkpointed_at_its_call():
+def test_a_layer_with_its_own_forward_may_be_checkpointed_as_a_whole():
     model = client.convert_model(nn.Sequential(Unseen(CHANNELS, lambda function, x: function(x))))
     x = batch().requires_grad_()
     checkpoint(model, x, use_reentrant=False).square().sum().backward()
@@ -480,7 +480,7 @@ class Passing(nn.BatchNorm2d):
         return F.batch_norm(x, self.running_mean, self.running_var, training=self.training)
 
 
-def test_a_layer_that_takes_another_way_is_named_by_its_new_name_too():
+def test_a_layer_that_bypasses_batch_norm_is_named_by_its_new_name_too():
     part, other = nn.Sequential(Passing(CHANNELS)), nn.Sequential(Passing(CHANNELS))
     client.convert_model(part)(batch())
     other[0].is_passing = False
@@ -505,7 +505,7 @@ class Closed(nn.BatchNorm2d):
         super().__setattr__(name, value)
 
 
-def test_a_class_that_takes_no_other_attributes_is_converted_and_given_back():
+def test_a_class_that_accepts_no_new_attributes_is_converted_and_reverted():
     model = nn.Sequential(Closed(CHANNELS))
     attributes = {*vars(model[0])}
     client.convert_model(model)(batch())

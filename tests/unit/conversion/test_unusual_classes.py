@@ -111,7 +111,7 @@ class Listed(nn.Module):
         return x
 
 
-def test_layers_in_a_plain_list_are_those_that_are_converted_and_reverted():
+def test_layers_that_are_also_in_a_plain_list_are_converted_and_reverted_in_place():
     model = Listed()
     kept = list(model.layers)
     client.convert_model(model)
@@ -123,7 +123,7 @@ def test_layers_in_a_plain_list_are_those_that_are_converted_and_reverted():
 
 
 @pytest.mark.usefixtures("compiling")
-def test_a_layer_that_was_compiled_by_itself_is_converted_with_what_compiles_it(monkeypatch):
+def test_a_layer_that_is_compiled_alone_synchronises_after_conversion(monkeypatch):
     rounds = []
     monkeypatch.setattr(client.SynchronizedBatchNorm, "_normalise", lambda _, *given: rounds.append(given) or given[1])
     monkeypatch.setattr(client.SynchronizedBatchNorm, "_must_synchronise", lambda *_: True)
@@ -157,7 +157,7 @@ def test_recalibration_measures_the_statistics_of_the_layer_alone(kind):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda layer: pickle.loads(pickle.dumps(layer))])  # noqa: S301
-def test_a_class_derived_from_a_made_one_stays_itself(copied):
+def test_a_layer_of_a_class_derived_from_a_generated_one_keeps_its_class(copied):
     layer = Tripled(CHANNELS)
     layer.chunks = 2
     found = copied(layer)
@@ -275,7 +275,7 @@ class Calling(nn.BatchNorm2d):
         return normalise(self, x, self.running_mean, self.running_var)
 
 
-def test_a_class_whose_calls_need_not_come_to_its_forward_is_left_and_named():
+def test_a_class_whose_calls_may_bypass_its_forward_is_left_and_named():
     with pytest.warns(UserWarning, match="'0' \\(Calling: it overrides __call__"):
         model = client.convert_model(nn.Sequential(Calling(CHANNELS)))
     assert type(model[0]) is Calling

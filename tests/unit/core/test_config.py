@@ -112,7 +112,7 @@ def test_a_mistyped_option_gets_a_suggestion(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_insecure_has_many_spellings_and_the_error_for_any_other_names_them():
+def test_insecure_has_many_spellings_and_the_error_about_another_value_lists_them():
     for value in ("1", "true", "YES", "On"):
         assert from_arguments(["--bind", OPEN], {"STATSD_BN_INSECURE": value}).insecure
     for value in ("0", "False", "no", "OFF", ""):
@@ -123,7 +123,7 @@ def test_insecure_has_many_spellings_and_the_error_for_any_other_names_them():
 
 
 @pytest.mark.parametrize("level", ["DEBUG", "Debug", "debug"])
-def test_a_log_level_is_taken_in_any_case(level):
+def test_a_log_level_may_be_in_upper_or_lower_case(level):
     assert from_arguments([], {"STATSD_BN_LOG_LEVEL": level}).log_level == "debug"
     assert from_arguments(["--log-level", level], {"STATSD_BN_LOG_LEVEL": "loud"}).log_level == "debug"
 
@@ -138,7 +138,7 @@ def test_log_levels_are_those_of_logging(level):
     assert Config(log_level=level).logging_level == getattr(logging, level.upper())
 
 
-def test_only_a_server_with_a_parent_stands_in_for_one_that_was_killed():
+def test_only_a_server_with_a_parent_may_be_the_successor_of_a_killed_one():
     assert from_arguments(["--parent", "12", "--again"], {}).again
     assert not from_arguments(["--parent", "12"], {}).again
     with pytest.raises(ConfigurationError, match="again: expected a parent with it, got none"):

@@ -74,7 +74,7 @@ def peer(member: int, thread: str = "") -> bytes:
 # Who is stuck.
 
 
-def test_members_with_other_layer_orders_learn_who_waits_where():
+def test_members_with_different_layer_orders_learn_who_waits_where():
     job = Job(2)
     job.contribute(0, key("layer1.bn", step=7))
     job.contribute(1, key("layer2.bn", step=7, call=3))
@@ -143,7 +143,7 @@ def test_threads_of_two_members_in_opposite_orders_are_not_stuck():
     assert job.wait(5.0) == {}
 
 
-def test_a_member_with_a_new_answer_runs_although_another_thread_waits():
+def test_a_member_with_a_new_answer_counts_as_running_although_another_thread_waits():
     job = Job(2)
     job.contribute(0, A, "a")
     job.contribute(1, B, "b")
@@ -186,14 +186,14 @@ def test_a_member_all_of_whose_threads_wait_is_given_no_more_time():
     assert mismatches(job.wait(QUIET)) == {b"0 a", b"0 b", b"1 a", b"1 b"}
 
 
-def test_contributions_that_are_sent_again_in_a_bunch_are_no_threads():
+def test_contributions_that_are_sent_again_in_a_bunch_do_not_count_as_threads():
     job = with_two_threads(attempt=1)
     job.contribute(0, A._replace(step=1))
     job.contribute(1, B._replace(step=1))
     assert mismatches(job.wait(2 * QUIET)) == {b"0", b"1"}
 
 
-def test_a_member_with_a_new_error_runs():
+def test_a_member_with_a_new_error_counts_as_running():
     for way in ("timeout", "mismatch"):
         job = Job(2)
         job.open("pair", 0, 1, deadline=0.5)
@@ -210,7 +210,7 @@ def test_a_member_with_a_new_error_runs():
         assert mismatches(job.wait(QUIET)) == {b"0 a", b"1 b"}
 
 
-def test_a_member_of_a_newly_open_group_runs():
+def test_a_member_of_a_newly_open_group_counts_as_running():
     job = Job(2)
     job.contribute(0, A, "a")
     job.contribute(1, B, "b")
@@ -309,7 +309,7 @@ def test_a_member_that_missed_why_its_group_ended_learns_it_by_asking_again():
     assert "its ranks waited in different places" in told[b"0 anew"].message
 
 
-def test_members_that_wait_for_other_groups_get_one_error():
+def test_members_that_wait_for_different_groups_to_open_get_one_error():
     job = Job(2)
     job.open("left", 0, size=2)
     job.open("rest", 1, size=2)
@@ -322,7 +322,7 @@ def test_members_may_wait_for_all_to_come_back_and_for_one_another():
     job.open("pair", 0, 1)
     job.come_back(0)
     job.contribute(1, PAIR)
-    assert job.wait(THREADED_QUIET_SECONDS - 0.5) == {}, "another thread of rank 0 may come yet"
+    assert job.wait(THREADED_QUIET_SECONDS - 0.5) == {}, "another thread of rank 0 may still contribute"
     told = job.wait(0.5)
     assert mismatches(told) == {b"0", b"1"}
     assert "rank 0 (host 0, process 00)  waits 10.0 s  for all ranks to leave client.join\n" in told[b"1"].message
@@ -337,7 +337,7 @@ def test_a_member_whose_peers_will_not_come_back_may_ask_again():
     job.contribute(1, PAIR)
     job.wait(THREADED_QUIET_SECONDS)
     job.come_back(0)
-    assert job.wait(15.0) == {}, "the other one runs"
+    assert job.wait(15.0) == {}, "the other member runs"
     assert [answer.missing for answer in job.come_back(1).values()] == [0, 0]
 
 
@@ -351,9 +351,9 @@ def test_a_member_whose_peers_will_not_come_back_may_ask_again():
         # The group may never fill, but a member that joins the job anew might fill it, and there is a deadline.
         (2, lambda job: (job.open("pair", 0, size=3), job.contribute(1, A))),
     ],
-    ids=["back from a pass", "a world", "groups without a world", "one of three runs", "more than the job"],
+    ids=["back from a pass", "incomplete world", "groups without a world", "one of three runs", "too large a group"],
 )
-def test_members_wait_for_running_and_further_ones_without_a_report(size, prepare):
+def test_no_deadlock_is_reported_while_members_wait_for_running_or_new_members(size, prepare):
     job = Job(size)
     prepare(job)
     assert job.wait(30.0) == {}

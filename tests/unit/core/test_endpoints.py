@@ -38,7 +38,7 @@ def environ(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     monkeypatch.delenv("STATSD_BN_BIND", raising=False)
     monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
-    tmp_path_factory.getbasetemp()  # pytest makes it in `tempdir`, changed below
+    tmp_path_factory.getbasetemp()  # pytest makes this folder in `tempdir`, changed below
     # Hide a server of the user who runs the tests.
     monkeypatch.setattr(endpoints, "RUNTIME_FOLDERS", Path("/nowhere"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -174,7 +174,7 @@ def test_a_named_socket_in_a_folder_that_others_can_write_to_is_refused_by_both_
             assert re.search(told, refusal(use, capsys))
 
 
-def test_a_folder_of_this_user_in_a_sticky_one_and_one_below_a_private_folder_are_safe(environ):
+def test_a_folder_of_this_user_in_a_sticky_folder_and_a_folder_below_a_private_one_are_safe(environ):
     top = Path(environ["XDG_RUNTIME_DIR"])
     top.chmod(0o1777)
     endpoints.check_folder(shared(top / "own", 0o755))

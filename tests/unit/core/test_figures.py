@@ -58,7 +58,7 @@ def test_a_key_of_other_jobs_gets_no_figures(play):
 
 
 @pytest.mark.parametrize("asked", [{}, {"job": "a-nother"}, {"group": "pair"}], ids=str)
-def test_a_group_without_figures_and_one_that_does_not_exist_have_none(play, asked):
+def test_a_group_without_figures_and_an_unknown_group_give_an_empty_answer(play, asked):
     answer = play.ask(**asked)
     assert isinstance(answer, Figures)
     assert (answer.total, answer.names) == (0, [])

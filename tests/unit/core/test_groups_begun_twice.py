@@ -1,4 +1,4 @@
-"""Members of an open group register with a restarted server that begins the same group with others."""
+"""Members of an open group register with a restarted server that begins the same group with other members."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def contribute(world, session, key):
     return answers(world, session)
 
 
-def test_a_member_of_an_open_group_makes_a_filling_one_recover_and_learns_who_is_missing(late):
+def test_a_member_of_an_open_group_makes_a_filling_group_recover_and_learns_who_is_missing(late):
     world, session = late
     key = session.forward_key("bn")
     told = contribute(world, session, key)
@@ -103,7 +103,7 @@ def assert_conflict(told):
 
 
 def test_incompatible_results_prove_that_a_group_was_begun_twice():
-    """The results are of different rounds, but members of one group cannot have both in the same step."""
+    """The results are of different rounds, but members of one group cannot have both results in the same step."""
     world = World(n=2, min_members=1)
     world.exchange("bn3")
     before = world.members[0]
@@ -153,7 +153,7 @@ def go_on(world):
 
 
 def test_a_displaced_member_gets_no_sum_with_the_rows_of_its_successor():
-    """At the second server a newcomer finished the round with the member's number; the third server has that result."""
+    """At the second server a newcomer with the member's number finished the round; the third server has its result."""
     world = World(n=2, min_members=1)
     stays, displaced = world.members
     key, _ = [session.forward_key("bn") for session in world.members]

@@ -36,7 +36,7 @@ def test_a_late_member_is_asked_after_a_second_and_then_at_doubling_intervals():
     assert job.asked[2] == job.asked[1]
 
 
-def test_its_answer_reaches_waiting_members_and_the_status():
+def test_the_answer_of_a_late_member_reaches_waiting_members_and_the_status():
     job = Job(3)
     job.processes[1] = Process(LINE)
     job.contribute(0)
@@ -49,7 +49,7 @@ def test_its_answer_reaches_waiting_members_and_the_status():
     assert "where" not in job.report()["members"][0]
 
 
-def test_its_answer_is_dropped_after_its_contribution():
+def test_the_answer_of_a_late_member_is_dropped_after_its_contribution():
     job = Job(2)
     job.processes[1] = Process(LINE)
     job.contribute(0)
@@ -60,7 +60,7 @@ def test_its_answer_is_dropped_after_its_contribution():
     assert job.dispatcher._hang_probe._sampled == {}
 
 
-def test_a_member_that_does_not_answer_is_reported_so():
+def test_a_member_that_does_not_answer_is_reported():
     job = Job(2)
     job.contribute(0)
     job.pass_time(1.0 + SILENT_SECONDS + 10 * TICK_SECONDS)
@@ -109,7 +109,7 @@ def test_a_thousand_stack_requests_keep_no_more_data():
 
 
 @pytest.mark.parametrize(("runs", "told"), [(MOST_RUNS, range(0, 2 * MOST_RUNS, 2)), (MOST_RUNS + 1, ())])
-def test_of_a_process_group_of_too_many_runs_only_the_place_is_kept(runs, told):
+def test_of_a_report_with_too_many_runs_of_ranks_only_the_stack_is_kept(runs, told):
     job = Job(2)
     job.ranks = {"0": range(0, 2 * runs, 2)}
     job.processes[1] = Process(LINE, held_in="0", of_0=14)
@@ -124,7 +124,7 @@ def test_of_a_process_group_of_too_many_runs_only_the_place_is_kept(runs, told):
 # A deadlock with a collective of torch.
 
 
-def test_a_rank_after_a_pass_and_one_in_its_collective_are_reported_within_5_seconds():
+def test_a_rank_after_a_pass_and_a_rank_in_a_collective_are_reported_within_5_seconds():
     job = Job(2)
     job.processes = {0: Process("train.py:44 main", of_0=12), 1: Process(LINE, held_in="0", of_0=14)}
     job.send(register(0, participation=Participation.REJOINING.value), b"0")
@@ -147,7 +147,7 @@ def test_an_awaited_rank_after_a_pass_is_asked_after_a_second():
     assert job.asked[2] == job.asked[0]
 
 
-def test_a_rank_in_a_round_and_one_in_its_collective_are_reported_within_5_seconds():
+def test_a_rank_in_a_round_and_a_rank_in_a_collective_are_reported_within_5_seconds():
     job = Job(2)
     job.processes = {0: Process(LINE, held_in="0", of_0=14), 1: Process("train.py:44 main", of_0=12)}
     job.contribute(1)

@@ -45,7 +45,7 @@ def test_the_members_of_a_job_without_a_round_are_asked_where_they_are():
 
 
 @pytest.mark.parametrize("way", ["no round yet", "elastic", "large", "a heartbeat of another step", "broken"])
-def test_other_members_are_not_asked(way):
+def test_members_of_other_jobs_are_not_asked(way):
     size = MOST_QUIET_MEMBERS + 1 if way == "large" else 2
     job = Job(2) if way == "no round yet" else quiet(size, **({"min_members": 1} if way == "elastic" else {}))
     if way == "broken":
@@ -177,13 +177,13 @@ BARRIER_12 = held(BARRIER, 12)
 WAITS = {
     "one saves a checkpoint": [SAVES, BARRIER_12, BARRIER_12],
     # Two ranks wait in different places, but the third one may run, so it is no deadlock.
-    "one that computes is waited for in different collectives": [VALIDATES, BARRIER_12, held(BUFFERS, 12)],
+    "a computing rank is awaited in different collectives": [VALIDATES, BARRIER_12, held(BUFFERS, 12)],
     "a slow collective of all": [held(ALL_REDUCE, 12)] * 3,
     # The ranks that still receive have begun one operation fewer. A broadcast of the script has no kind.
     "a slow broadcast whose source waits in a barrier": [held(BARRIER, 13), *[held(BUFFERS, 12)] * 2],
     "a slow broadcast of the script": [held(BARRIER, 13), *[held("", 12)] * 2],
-    # The ranks that are through wait in the forward pass, in the all_gather of a layer such as nn.SyncBatchNorm.
-    "some are through with a broadcast": [held(ALL_GATHER, 14), held(BUFFERS, 13), held(ALL_GATHER, 14)],
+    # Ranks that have finished the broadcast wait in the forward pass, in the all_gather of e.g. nn.SyncBatchNorm.
+    "some have finished a broadcast": [held(ALL_GATHER, 14), held(BUFFERS, 13), held(ALL_GATHER, 14)],
     **{f"in {kind!r}": [BARRIER_12, held(kind, 13)] for kind in ("", "reduce_scatter", "broadcast")},
 }
 

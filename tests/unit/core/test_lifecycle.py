@@ -33,7 +33,7 @@ def test_any_member_may_leave_and_any_process_may_join_at_any_time(is_elastic, g
         assert TRANSITIONS[is_elastic, group, event, member]
 
 
-def test_a_full_strict_group_breaks_except_for_the_goodbye_of_an_absent_member():
+def test_a_member_that_ends_breaks_a_full_strict_group_unless_it_leaves_while_paused():
     for group, member, event in product((GroupState.RECOVERING, GroupState.OPEN), REGISTERED, GOING):
         transition = TRANSITIONS[False, group, event, member]
         may_go = member is MemberState.PAUSED and event is Event.LEAVES

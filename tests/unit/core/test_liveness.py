@@ -90,7 +90,7 @@ def clock() -> Clock:
 # Silence.
 
 
-def test_an_answer_to_a_question_gives_a_silent_member_no_more_time(clock):
+def test_an_answer_to_a_stack_request_gives_a_silent_member_no_more_time(clock):
     clock.open()
     clock.beat(0, 1, 2)
     clock.contribute(0)
@@ -174,7 +174,7 @@ def test_messages_of_others_are_no_sign_of_life(clock):
     assert clock.present == [0, 1]
 
 
-def test_a_member_that_falls_silent_before_the_group_is_open_frees_its_place(clock):
+def test_a_member_that_falls_silent_before_the_group_is_open_frees_its_rank(clock):
     clock.send(register(0, 3), peer(0))
     clock.send(register(1, 3), peer(1))
     assert clock.pass_time(SILENCE, alive=(0,)) == []
@@ -285,7 +285,7 @@ def test_probes_go_to_each_member_once_and_answer_no_message(clock):
     assert {whom for whom, _ in clock.dispatcher.probes(clock.now)} == {peer(0), peer(1)}
 
 
-def test_a_member_is_probed_at_its_heartbeat_unless_it_has_sent_a_message_since(clock):
+def test_a_member_is_probed_at_its_heartbeat_address_unless_it_has_sent_a_message_since(clock):
     clock.open(2)
     clock.beat(0)
     clock.contribute(0)
@@ -339,7 +339,7 @@ def test_messages_after_a_heartbeat_hide_no_other_address(clock, told):
     assert clock.present == [0, 1]
 
 
-def test_a_place_is_free_once_its_holder_is_lost(clock):
+def test_a_rank_is_free_once_its_holder_is_lost(clock):
     clock.open(2)
     answers = clock.send(register(0, session=STRANGER), b"second")
     assert [(whom, answer.code) for whom, answer in answers] == [(b"second", "duplicate_member")]

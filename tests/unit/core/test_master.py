@@ -254,7 +254,7 @@ def test_mismatching_contributions_break_the_round_for_everyone():
     for failure_ in failures.values():
         assert (failure_.code, failure_.key) == ("mismatch", KEY)
         assert "expected 64 channels, as rank 0 sent, got 32 from rank 1" in failure_.message
-    # Late contributions and repeated ones get it as well.
+    # Late and repeated contributions get the mismatch as well.
     assert told(group.contribute(2, rows(1.0, channels=64)))[peer(2)].code == "mismatch"
     assert told(group.contribute(1, rows(1.0, channels=32)))[peer(1)].code == "mismatch"
     assert (group.master.done, group.master.failed) == (0, 1)

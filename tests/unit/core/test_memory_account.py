@@ -78,7 +78,7 @@ def many_members(_: Play) -> list[Message]:
     return [register(member, 1000, session=os.urandom(8), place="h" * 250) for member in range(300)]
 
 
-def many_who_tell(play: Play) -> list[Message]:
+def many_reports(play: Play) -> list[Message]:
     said = many_members(play)
     counts = tuple(1000 + bucket for bucket in range(limits.BUCKETS))
     for session in [one.session for one in said]:
@@ -92,7 +92,7 @@ def many_groups(_: Play) -> list[Message]:
 
 
 def scattered(_: Play) -> list[Message]:
-    """After a restart members report many known members and results, whose numbers are not consecutive."""
+    """After a restart members report thousands of members that are not consecutive, as known members and in results."""
     known = Members(tuple((2 * number, 1) for number in range(4000)))
     said: list[Message] = []
     for member in range(4):
@@ -119,7 +119,7 @@ def dataclass_of(step: int, members: Members, bearers: Members = NO_MEMBERS) -> 
 
 
 @pytest.mark.parametrize(
-    "ways", [many_futures, many_rows, many_members, many_who_tell, many_groups, scattered, scattered_bearers]
+    "ways", [many_futures, many_rows, many_members, many_reports, many_groups, scattered, scattered_bearers]
 )
 def test_stored_data_count_with_at_least_their_size(ways):
     play = Play()

@@ -21,7 +21,7 @@ EACH_ROUND = {messages.Contribution, messages.Aggregate, Rows}
 SOUND: dict[type, Any] = {RoundKey: KEY, Rows: Rows((1, 2), np.zeros((2, 2, 3))), **SAMPLES}
 
 TOKENS = ([b"12345678", bytes(8)], [b"", bytes(7), bytes(9), "12345678", bytearray(8), 8, None])
-# Escape, delete, a C1 control, right-to-left override, a line separator, a zero-width joiner, half a surrogate pair.
+# ESC, CR, NUL, DEL, a C1 control, right-to-left override, line separator, zero-width joiner, half a surrogate pair.
 CONTROLS = ["a\x1b[2J", "a\rb", "a\0", "\x7f", "\x9b2J", "a\u202eb", "a\u2028b", "a\u200db", "\ud800"]
 LONGEST = limits.MAX_NAME_BYTES
 NAMES = (

@@ -125,7 +125,7 @@ def stable(x: np.ndarray) -> np.ndarray:
 
 
 def textbook(x: np.ndarray) -> np.ndarray:
-    """E[x²] - E[x]² in float32, as the seed had it."""
+    """E[x²] - E[x]² in float32, as in Synchronized-BatchNorm-PyTorch."""
     found = (x**2).mean(axis=1) - x.mean(axis=1) ** 2
     assert found.dtype == np.float32
     return found

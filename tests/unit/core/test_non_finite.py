@@ -80,7 +80,7 @@ class Group:
         return self.report["non_finite"]
 
 
-def test_an_aggregate_names_the_members_with_such_values():
+def test_an_aggregate_names_the_members_with_non_finite_values():
     play = Group()
     assert not play.round(key("a"), 1.0, 2.0).non_finite
     assert list(play.round(key("b"), 1.0, NAN).non_finite) == [1]
@@ -93,7 +93,7 @@ def test_gathered_bytes_are_not_checked():
     assert play.told == []
 
 
-def test_the_first_one_of_each_direction_is_logged_and_in_the_status(caplog):
+def test_the_first_non_finite_round_of_each_direction_is_logged_and_in_the_status(caplog):
     play = Group()
     play.round(key("a"), 1.0, 1.0)
     with caplog.at_level(logging.INFO, "statsd_bn.server"):
@@ -148,7 +148,7 @@ def test_gradients_that_stay_not_finite_are_reported():
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(1, [GRADIENTS]), (5, [])])
-def test_gradients_are_reported_where_the_group_breaks_at_once(steps, expected):
+def test_gradients_are_reported_only_if_the_group_breaks_soon_after(steps, expected):
     play = Group()
     play.round(key("b", phase=BACKWARD), 1.0, NAN)
     for step in range(1, 1 + steps):
@@ -157,7 +157,7 @@ def test_gradients_are_reported_where_the_group_breaks_at_once(steps, expected):
     assert play.told == expected
 
 
-def test_one_member_reports_a_round_in_memory(caplog):
+def test_one_member_reports_a_non_finite_round_in_shared_memory(caplog):
     play = Group()
     with caplog.at_level(logging.WARNING, "statsd_bn.server"):
         assert play.send(key("b"), [1], "1 of 2 channels (inf)") == []

@@ -29,7 +29,7 @@ def recovering(*members: int, known=(0, 1, 3), min_members: int = 0) -> Membersh
     return group
 
 
-def test_a_named_member_is_awaited():
+def test_a_known_member_is_awaited():
     assert recovering(0).absent == [1, 3]
     group = recovering(0, 3, 4)
     assert group.absent == [1]
@@ -43,7 +43,7 @@ def test_a_member_that_has_left_an_elastic_group_is_no_longer_awaited():
     assert group.absent == [3]
 
 
-def test_members_that_miss_the_deadline_are_late_once():
+def test_members_that_miss_the_deadline_are_no_longer_awaited():
     group = recovering(0, min_members=1)
     group.expire(10.0 + SILENCE - 0.01)
     assert group.absent == [1, 3]
@@ -63,7 +63,7 @@ def result(key: RoundKey) -> Aggregate:
     return Aggregate(key, 3, 3, Members.of(range(3)), np.ones((1, 1)))
 
 
-def test_a_group_recovers_once_a_member_of_an_open_one_registers():
+def test_a_filling_group_recovers_once_a_member_of_an_open_group_registers():
     group = Membership(register(0, 3))
     for newcomer in (register(0, 3), coming_back(1, known=NO_MEMBERS)):
         group.admit(0.0, newcomer, b"")
@@ -72,7 +72,7 @@ def test_a_group_recovers_once_a_member_of_an_open_one_registers():
     assert group.is_recovering
 
 
-def test_a_member_that_reports_its_past_late_is_no_newcomer():
+def test_a_member_that_reports_late_that_it_was_in_the_group_is_no_newcomer():
     group = Membership(register(2, 3, min_members=1))
     group.admit(0.0, register(2, 3, min_members=1), b"")
     contributor = group.admit(0.0, coming_back(2, min_members=1, results=1), b"")
@@ -140,7 +140,7 @@ def test_a_member_that_leaves_while_others_return_breaks_a_strict_group():
         (register(1, 2, server=SERVER, step=1, known=Members.of(range(2))), RegistrationRefused),
         (register(0, 2, session=b"another-", server=SERVER, known=Members.of(range(2))), DuplicateMember),
     ],
-    ids=["refused", "its place is taken"],
+    ids=["refused", "its rank is taken"],
 )
 def test_a_refused_member_begins_no_recovery(comes, error):
     """A recovery would open the group with its only member, because no missing member would be known."""
@@ -155,7 +155,7 @@ def test_a_refused_member_begins_no_recovery(comes, error):
 @pytest.mark.parametrize("far", [{"step": 1}, {"results": 1}])
 @pytest.mark.parametrize("new", [{}, {"server": SERVER}])
 @pytest.mark.parametrize("first", ["far", "new"])
-def test_members_with_results_refuse_a_process_without_a_past(far, new, first):
+def test_members_with_results_refuse_a_process_that_took_part_in_no_round(far, new, first):
     group = Membership(register(0, 2))
     old = register(0, 2, server=SERVER, known=Members.of(range(2)), **far)
     both = [old, register(1, 2, **new)]
@@ -165,7 +165,7 @@ def test_members_with_results_refuse_a_process_without_a_past(far, new, first):
         group.admit(0.0, other, b"")
 
 
-def test_a_member_that_returns_for_an_abandoned_pass_takes_no_place():
+def test_a_member_that_returns_for_an_abandoned_pass_is_refused():
     group = Membership(coming_back(0, step=5, known=Members.of([0])))
     for comes in (
         coming_back(0, step=5, known=Members.of([0])),

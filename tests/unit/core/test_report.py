@@ -1,4 +1,4 @@
-"""The status report: bounded by a message, whatever groups there are, and cheap when requested often."""
+"""The status report: it fits into a message, however many groups there are, and is cheap when requested often."""
 
 from typing import Any
 
@@ -106,7 +106,7 @@ def test_a_long_report_is_built_once_in_a_while_for_each_tenant(monkeypatch):
     assert len(built) == 3
 
 
-def test_only_a_tenant_that_asks_too_often_gets_counts_alone(monkeypatch):
+def test_only_a_tenant_that_asks_too_often_gets_counts_without_groups(monkeypatch):
     monkeypatch.setattr(report, "BURST_BYTES", 2**14)
     monkeypatch.setattr(report, "BYTES_PER_SECOND", 2**12)
     play = Play()

@@ -115,7 +115,7 @@ def test_the_golden_frame_of_a_contribution():
     ).replace(" ", "")
 
 
-def test_the_golden_frame_of_a_digest():
+def test_the_golden_frame_of_skew_stats():
     values = np.arange(16.0).reshape(2, 2, 4) / 16
     frame = hand_built([15, b"session0", 7, "bn1\nbn2", 2], values.tobytes())
     assert encode(messages.SkewStats(b"session0", 7, "bn1\nbn2", values)) == frame
@@ -124,7 +124,7 @@ def test_the_golden_frame_of_a_digest():
 
 
 @pytest.mark.parametrize(("kind", "number"), [(messages.RoundTrips, 18), (messages.LatenessReport, 20)])
-def test_the_golden_frame_of_times(kind, number):
+def test_the_golden_frames_of_round_trips_and_lateness(kind, number):
     counts = (0, 3, *[0] * 21, 1)
     frame = hand_built([number, b"session0", 500, list(counts)])
     assert encode(kind(b"session0", 500, counts)) == frame
@@ -150,14 +150,14 @@ def test_the_golden_frame_of_an_aggregate():
         "53424e09 51000000"  # "SBN", version 9, a header of 81 bytes
         "04 01 0200 01000000 02000000 02000000"  # type 4, vectors, runs of both sets, channels, replicas
         "0300000000000000 0100000000000000 0200000000000000 0300000000000000"  # count, epoch, step, call
-        "0000 0100 0200 0100 0200 0100"  # members 0 and 2, of whom 2 was not finite
+        "0000 0100 0200 0100 0200 0100"  # members 0 and 2; member 2 sent non-finite values
         "6a6f62 00 776f726c64 00 626e31 00 666f7277617264"  # job, group, layer, phase
         "00000000000000"  # up to a multiple of 8
         "000000000000f83f 9c7500883ce4377e"
     ).replace(" ", "")
 
 
-def test_the_golden_frame_of_a_result_has_that_of_its_aggregate_behind_its_header():
+def test_the_golden_frame_of_a_result_has_its_aggregates_frame_after_the_header():
     frame = encode(messages.Result(b"session0", AGGREGATE))
     assert frame == hand_built([11, b"session0"], encode(AGGREGATE))
     assert encode(decode(frame).aggregate) == encode(AGGREGATE)
@@ -480,7 +480,7 @@ def test_the_magic_comes_first():
             decode(magic + frame[3:])
 
 
-def test_a_request_that_names_all_members_there_can_be_still_fits():
+def test_a_request_with_the_most_runs_of_members_still_fits():
     known = Members(tuple((number, 1) for number in range(0, limits.MAX_MEMBERS, 2)))
     name, most = "é" * 128, limits.MAX_COUNTER
     longest = register(session=b"session0", job=name, group=name, place=name, epoch=most, step=most, known=known)
@@ -497,7 +497,7 @@ def test_a_contribution_with_the_longest_header_still_fits():
     assert decode_request(encode(sent)).key == longest
 
 
-ANNOUNCED = b"\xdc\xff\xff" * 500  # arrays in arrays, each of 65,535 items
+ANNOUNCED = b"\xdc\xff\xff" * 500  # arrays in arrays, each announcing 65,535 items
 
 
 @pytest.mark.parametrize(
@@ -522,7 +522,7 @@ ANNOUNCED = b"\xdc\xff\xff" * 500  # arrays in arrays, each of 65,535 items
         msgpack.packb([14, b"session0", b"\x97" + b"\x90" * 870]),
     ],
 )
-def test_an_unsound_request_makes_next_to_no_objects(header):
+def test_an_unsound_request_takes_little_memory(header):
     """msgpack allocates announced sizes before any check, so `decode_request` gives it limits."""
     frame = hand_built(header)
     tracemalloc.start()

@@ -78,7 +78,7 @@ def test_a_process_held_by_a_collective_is_warned_at_once_and_ended_later(play, 
         (RoundMismatch("got 8 from rank 1\n  in job 'j'"), "RoundMismatch: got 8 from rank 1"),
         (LOST, "ValueError: boom"),
     ],
-    ids=["the error that ended the other rank", "the news itself"],
+    ids=["the error that ended the other rank", "the reported error"],
 )
 def test_an_error_that_this_rank_has_raised_is_not_logged_as_well(play, caplog, raised, news):
     play.job.record_raised(raised)
@@ -174,7 +174,7 @@ def test_a_process_that_trains_on_after_others_left_in_order_is_ended(play):
     assert len(play.ended) == 1
 
 
-def test_a_failure_takes_precedence_over_a_goodbye(play):
+def test_a_failure_takes_precedence_over_a_rank_that_left_in_order(play):
     play.job.report(LEFT)
     play.job.report(LOST)
     play.job.report(RoundMismatch("later"))
@@ -228,7 +228,7 @@ def test_an_exception_after_a_failure_gets_a_note_once(play):
     assert notes_of(error, play) == notes_of(error, play) == [f"statsd_bn: ReplicaLost: {LOST}"]
 
 
-def test_an_exception_of_a_collective_waits_for_the_news(play):
+def test_an_exception_of_a_collective_waits_for_the_report_of_a_broken_job(play):
     threading.Timer(0.1, play.job.report, [LOST]).start()
     assert notes_of(raised_in_torch(RuntimeError("Connection closed by peer")), play) == [
         f"statsd_bn: ReplicaLost: {LOST}"
@@ -252,7 +252,7 @@ def test_errors_of_ours_and_intended_exits_stay_unchanged(play, error):
     assert notes_of(raised(error), play) == []
 
 
-def test_a_signal_to_end_waits_for_the_news_and_then_ends_the_process():
+def test_a_signal_to_end_waits_for_the_report_of_a_broken_job_and_then_ends_the_process():
     code = """
 import support.without_torch
 import os, signal, threading

@@ -97,7 +97,7 @@ ONE = torch.zeros(1)
         ("barrier", distributed.barrier, BARRIER),
         ("allreduce", lambda: distributed.all_reduce(ONE.clone()), ALL_REDUCE),
         ("allgather", lambda: distributed.all_gather([ONE.clone()], ONE), ALL_GATHER),
-        # From torch 2.15 on all_gather_object calls all_gather_single.
+        # From torch 2.15 on, all_gather_object calls all_gather_single.
         ("allgather all_gather_single", lambda: distributed.all_gather_object([None], "one"), ALL_GATHER),
         ("broadcast", lambda: distributed.broadcast(ONE.clone(), 0), ""),
         ("gather", lambda: distributed.gather(ONE, [ONE.clone()]), ""),

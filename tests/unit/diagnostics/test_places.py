@@ -1,4 +1,4 @@
-"""Host and process id of other ranks, requested from the server until a timeout; without an answer errors lack them."""
+"""Host and process id of other ranks, which a rank requests from the server; without an answer, errors lack them."""
 
 from unittest import mock
 
@@ -87,7 +87,7 @@ def test_a_transport_over_the_server_knows_all_members():
         transport = SlavePipe(connection, "bn")
         transport.run_slave(Rows((1,), np.ones((1, 2, 1))))
         found = transport.places()
-        transport.run_slave(Rows((1,), np.ones((1, 2, 1))))  # neither leaves before both have asked
+        transport.run_slave(Rows((1,), np.ones((1, 2, 1))))  # neither rank leaves before both have asked
         return found
 
     assert run_members(2, program) == [{0: "thread 0", 1: "thread 1"}] * 2

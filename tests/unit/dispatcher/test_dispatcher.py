@@ -164,7 +164,7 @@ def test_results_that_were_not_announced_are_not_kept(play):
     assert 0 < tell("bn") == tell("bn") == tell("another")
 
 
-def test_membership_news_go_to_a_members_latest_address_of_registration(returning):
+def test_membership_news_go_to_the_address_from_which_a_member_last_registered(returning):
     returning.send(contribution(0, 1.0, LATE), b"another socket")
     told = returning.join(2, 3, **BEFORE)
     assert isinstance(told[peer(0)], Registered)

@@ -38,7 +38,7 @@ def test_a_group_opens_for_all_once_all_have_registered(play):
     assert {answer.digest for answer in answers.values()} == {digest(session_of(member)) for member in range(3)}
 
 
-def test_registering_again_asks_again(play):
+def test_a_repeated_registration_is_answered_at_its_new_address(play):
     play.join(0)
     assert play.join(0, at=b"new peer")[b"new peer"].present == Members.of([0])
     answers = play.join(1)
@@ -211,7 +211,7 @@ def test_a_new_run_can_begin_under_the_name_of_a_broken_one(play):
         assert "rank 1 (place 1) began a new run of the group" in answers[peer(0)].message
 
 
-def test_leaving_before_the_group_is_open_just_frees_the_place(play):
+def test_leaving_before_the_group_is_open_just_frees_the_rank(play):
     play.join(0)
     assert play.leave(0) == {}
     play.join(1, session=STRANGER, at=b"one")

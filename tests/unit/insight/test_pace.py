@@ -14,7 +14,7 @@ from statsd_bn.messages import Heartbeat, LatenessReport, RoundTrips
 from statsd_bn.timing import BOUNDS, Histogram, quantile
 from support.strategies import contribution, key, register
 
-# Seconds of computation between two rounds, by rank.
+# Seconds of a rank's computation between two rounds.
 STEP = 0.4
 
 
@@ -104,7 +104,7 @@ def test_the_report_has_the_wait_and_speed_of_each_rank():
     assert not {"last", "late"} & fast.keys()
 
 
-def test_the_first_minute_has_a_share_of_the_time_so_far(caplog):
+def test_in_the_first_minute_waits_are_shares_of_the_time_so_far(caplog):
     job, slow = Job(2), lambda rank: STEP * (1.25 if rank == 1 else 1.0)
     job.run(STARTUP_SECONDS + 9, slow)
     report = job.report()
@@ -116,7 +116,7 @@ def test_the_first_minute_has_a_share_of_the_time_so_far(caplog):
     assert [round(member["waiting"], 1) for member in report["members"]] == [0.2, 0.0]
     assert (report["slowest"], round(report["held"], 1)) == (1, 0.2)
     assert 29 < report["held_seconds"] < 32
-    assert warnings_in(caplog) == [], "only a whole minute is reported"
+    assert warnings_in(caplog) == [], "a straggler is reported only after a whole minute"
     job.run(WINDOW_SECONDS, slow)
     assert job.report()["held_seconds"] == pytest.approx(WINDOW_SECONDS, abs=1.0)
 
@@ -128,7 +128,7 @@ def test_a_rank_is_compared_with_its_own_past_too():
     assert [round(member["score"], 1) for member in job.report()["members"]] == [0.5, 0.5]
 
 
-def test_members_report_their_waits_of_rounds_in_memory(caplog):
+def test_members_report_their_waits_for_rounds_in_shared_memory(caplog):
     job, waited = Job(2), 0
     job.run(1.0, lambda _: STEP)
     for second in range(200):
@@ -180,7 +180,7 @@ def test_round_trips_count_once_all_members_have_reported_them():
     assert "round_trip_seconds" not in job.report()
     trips(job, 0, of=1, times=3, microseconds=90)
     trips(job, 1, of=2, times=1, microseconds=70)
-    trips(job, 0, of=1, times=5, microseconds=150)  # it reports all its rounds each time
+    trips(job, 0, of=1, times=5, microseconds=150)  # rank 0 reports all its rounds each time
     told = job.report()["round_trip_seconds"]
     assert (told["counts"], told["sum"]) == ([0, 5, 1], pytest.approx(220e-6))
     first, second = job.report()["members"]
@@ -200,13 +200,13 @@ def test_round_trips_never_become_fewer():
     assert job.report()["round_trip_seconds"] == before
 
 
-def test_last_arrivals_in_memory_and_at_the_server_are_added():
+def test_last_arrivals_in_shared_memory_and_at_the_server_are_added():
     job = Job(2)
     job.run(10.0, lambda rank: STEP * (1.0 + rank / 4))
     before = job.report()
     assert before["late_seconds"]["sum"] == pytest.approx(STEP / 4 * before["rounds_done"])
     assert before["members"][1]["last"] == before["rounds_done"]
-    for times in (2, 5):  # it reports all of them each time
+    for times in (2, 5):  # rank 1 reports all its last arrivals each time
         trips(job, 1, of=3, times=times, microseconds=100 * times, kind=LatenessReport)
     trips(job, 1, of=3, times=4, microseconds=600, kind=LatenessReport)
     after = job.report()

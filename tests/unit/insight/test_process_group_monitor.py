@@ -1,4 +1,4 @@
-"""Without a server the first rank of a process group compares the ranks."""
+"""Without a server, the first rank of a process group compares the ranks' data."""
 
 import logging
 import threading
@@ -61,7 +61,7 @@ def attached(monkeypatch):
     return attach
 
 
-def test_its_thread_ends_with_the_process_group(monkeypatch, attached):
+def test_the_comparing_thread_ends_with_the_process_group(monkeypatch, attached):
     monkeypatch.setattr(process_group_monitor, "SECONDS", 0.01)
     before = len(looking())
     rounds = attached(0)

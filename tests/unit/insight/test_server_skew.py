@@ -104,5 +104,5 @@ def test_kept_samples_are_bounded_and_counted():
     assert 0 < kept - SCHEDULED_BYTES <= health.MAX_SAMPLE_BYTES
     job.pass_time(1.0)
     assert job.kept == SCHEDULED_BYTES
-    # The freed samples; the layer's history needs little memory in comparison.
+    # The samples were freed; the layer's history needs little memory in comparison.
     assert kept // 2 < counted - master.memory.allocated <= kept

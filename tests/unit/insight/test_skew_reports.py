@@ -50,7 +50,7 @@ def test_the_log_and_the_report_name_the_rank_and_the_earliest_layer(world, capl
 
 
 @pytest.mark.parametrize("members", [1, 2, 4])
-def test_figures_of_others_than_the_members_are_refused(world, members):
+def test_figures_of_another_number_of_members_are_refused(world, members):
     tell(world, figures=np.ones((members, 4)))
     (answer,) = world.members[0].answers
     assert isinstance(answer, ProtocolError)
@@ -63,7 +63,7 @@ def test_skew_reports_of_an_unknown_session_are_dropped_silently(world):
     assert world.dispatcher.counters.strangers == 1
 
 
-def test_an_elastic_group_has_no_digests():
+def test_figures_of_an_elastic_group_are_refused():
     world = PureWorld(3, min_members=1)
     tell(world)
     (answer,) = world.members[0].answers

@@ -62,7 +62,7 @@ def test_every_method_of_a_connection_works_alone():
     assert "in process: job 'default', rank 0 of 1, closed" in repr(connection)
 
 
-def test_a_member_back_from_an_absence_begins_its_own_step():
+def test_a_member_that_rejoins_after_a_pause_begins_a_new_step():
     with client.connect() as connection:
         steps = [connection.first_step]
         for _ in range(2):
@@ -129,7 +129,7 @@ def test_more_than_one_process_without_a_server_stays_an_error(monkeypatch):
         client.connect()
 
 
-def test_a_child_of_multiprocessing_without_others_is_warned(monkeypatch, caplog):
+def test_a_child_of_multiprocessing_without_other_ranks_is_warned(monkeypatch, caplog):
     monkeypatch.setattr("multiprocessing.parent_process", object)
     monkeypatch.setattr("client.launch.connect.Finalize", lambda *_, **__: None)
     client.connect().close()

@@ -35,7 +35,7 @@ def test_a_launcher_gives_identity_and_store(environ, identity, store):
     assert launchers.store_address(environ).value == store
 
 
-def test_variables_without_a_number_in_their_name_win_over_slurms():
+def test_rank_and_master_variables_win_over_slurms():
     found = resolve({**SLURM, **TORCHRUN, "RANK": "7", "TORCHELASTIC_RESTART_COUNT": "0"}).member
     assert (found.rank, found.world_size, found.job, found.epoch) == (7, 8, "run-7", 0)
     assert launchers.store_address({**SLURM, "MASTER_ADDR": "here"}).value == StoreAddress("here", 15_000 + 4711 + 303)
@@ -112,7 +112,7 @@ def test_a_world_size_that_counts_nodes_is_reported(environ, evidence):
         {**SLURM, **TORCHRUN, "SLURM_NNODES": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
     ],
 )
-def test_a_world_size_that_counts_processes_is_taken(environ):
+def test_a_world_size_that_counts_processes_is_accepted(environ):
     assert resolve(environ).member.world_size == int(environ["WORLD_SIZE"])
 
 
@@ -147,7 +147,7 @@ def test_processes_meet_at_a_name_or_an_address(address):
 
 
 @pytest.mark.parametrize("rank", [{}, {"RANK": ""}])
-def test_one_of_several_processes_has_a_number(rank):
+def test_one_of_several_processes_needs_a_rank(rank):
     """Otherwise each process would be rank 0, start a server, and wait for the others there."""
     environ = {"WORLD_SIZE": "4", **rank}
     with pytest.raises(ConfigurationError, match=r"RANK: expected this process's rank, since WORLD_SIZE says 4"):

@@ -37,7 +37,7 @@ def test_a_script_that_has_set_up_logging_keeps_its_handlers(logger):
     assert logger.level == logging.INFO
 
 
-def test_another_value_is_refused_with_the_good_ones(logger):
+def test_another_value_is_refused_and_the_error_lists_the_valid_ones(logger):
     with pytest.raises(ConfigurationError, check=says(r"STATSD_BN_LOG_LEVEL: expected one of .*'debug'.*got 'loud'")):
         connect.set_log_level({"STATSD_BN_LOG_LEVEL": "loud"})
     assert logger.level == logging.NOTSET

@@ -42,7 +42,7 @@ def test_a_launcher_wins_over_the_process_group_and_keeps_its_store():
 def test_arguments_win_over_the_process_group():
     assert who({}, rank=0, world_size=2) == ((0, "argument"), (2, "argument"))
     assert not resolve({}, GROUP, rank=0, world_size=2).uses_process_group, "the job has other processes"
-    assert resolve({}, GROUP, rank=1, world_size=4).uses_process_group, "Lightning passes both"
+    assert resolve({}, GROUP, rank=1, world_size=4).uses_process_group, "Lightning passes rank and world_size"
 
 
 def test_a_launcher_of_one_process_does_not_hide_started_processes():
@@ -95,7 +95,7 @@ def test_without_a_size_or_a_server_a_process_is_alone(environ, arguments, is_al
 
 @pytest.fixture
 def meet(monkeypatch):
-    """Returns a function that runs a thread on each given host; these ranks of a process group of two find a server."""
+    """Returns a function that runs a rank of a process group of two for each given host; the ranks find a server."""
     monkeypatch.setattr(own_server, "_entries", itertools.repeat(0))
 
     def run(*hosts, environ=None, **arguments):

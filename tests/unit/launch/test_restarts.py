@@ -27,7 +27,7 @@ def test_a_server_that_ends_every_few_seconds_is_restarted_with_pauses(every):
     assert None not in pauses
 
 
-def test_pauses_grow_and_the_last_end_within_the_window_is_reported():
+def test_pauses_grow_until_too_many_failures_within_the_window_end_the_restarts():
     pauses, now = ends(0.5, 100)
     assert pauses == [0.0] * IMMEDIATE_RESTARTS + [1.0, 2.0, 4.0, 8.0, 16.0] + [None]
     assert len(pauses) == MAX_FAILURES + 1

@@ -132,7 +132,7 @@ def test_the_time_to_join_is_that_of_a_round_unless_it_is_given():
     assert str(resolve({}, round_timeout=5, join_timeout=9).resolved["join_timeout"]) == "join_timeout 9.0 (argument)"
 
 
-def test_the_store_is_looked_for_only_under_a_launcher_and_without_an_endpoint():
+def test_the_store_is_looked_for_only_with_a_launcher_or_a_world_size_and_without_an_endpoint():
     assert resolve({**TORCHRUN, **STORE}).store == ("a", 1)
     assert resolve({**STORE, "WORLD_SIZE": "1"}).store == ("a", 1)
     assert resolve(STORE, world_size=2, rank=0).source("store") == "MASTER_ADDR"
@@ -189,5 +189,5 @@ def test_a_smaller_job_than_launched_needs_a_rank_or_is_elastic():
 
 
 @pytest.mark.parametrize(("said", "tells"), [("0", False), ("no", False), ("1", True), (" ", True)])
-def test_the_place_report_setting_has_many_spellings(said, tells):
+def test_the_stack_report_setting_has_many_spellings(said, tells):
     assert resolve({"STATSD_BN_STACKS": said}).member.reports_stacks is tells

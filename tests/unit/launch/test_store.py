@@ -49,14 +49,14 @@ def test_the_others_read_what_rank_0_writes(entry_of):
     assert entry_of(1).read() == ANNOUNCED
 
 
-def test_a_rank_that_connects_again_reads_the_next_server(entry_of):
+def test_a_rank_that_connects_again_reads_the_next_announcement(entry_of):
     other = Announcement("tcp://127.0.0.1:5556")
     entry_of(0).write(ANNOUNCED)
     entry_of(0).write(other)
     assert [entry_of(1).read(), entry_of(1).read()] == [ANNOUNCED, other]
 
 
-def test_restarted_processes_do_not_read_the_previous_server(entry_of):
+def test_restarted_processes_do_not_read_the_previous_announcement(entry_of):
     entry_of(0).write(ANNOUNCED)
     with pytest.raises(ServerUnreachable, check=says(r"to announce a server in the store at 127.0.0.1:\d+: check")):
         entry_of(1, life="life 1", timeout=0.1).read()
@@ -153,7 +153,7 @@ def test_a_torch_without_stores_asks_for_an_endpoint(entry_of, monkeypatch):
     ],
     ids=lambda text: text[:20],
 )
-def test_anything_else_is_refused_and_not_quoted(text):
+def test_anything_but_an_announcement_is_refused_and_not_quoted(text):
     with pytest.raises(ProtocolError, match="expected the announcement of rank 0") as caught:
         Announcement.parse(text.encode())
     assert "sesame" not in str(caught.value)

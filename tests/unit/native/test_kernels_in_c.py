@@ -89,7 +89,7 @@ def assert_near(found, exact, off):
 @pytest.mark.parametrize("shape", PLANES + ROWS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ratio", [0, 1000])
-def test_a_layer_is_that_of_float64(core, dtype, shape, ratio):
+def test_a_layer_agrees_with_float64(core, dtype, shape, ratio):
     c, off = shape[1], OFF[dtype]
     x, dy = (random(*shape) + ratio).to(dtype), random(*shape, seed=1).to(dtype)
     weight, bias = random(c, seed=2).to(dtype), random(c, seed=3).float()

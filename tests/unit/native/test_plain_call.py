@@ -118,7 +118,7 @@ def test_a_weight_of_another_length_in_the_backward_pass_raises():
         gradients(layers()[0], random(), random(1), change)
 
 
-def test_a_selective_checkpoint_finds_the_first_run():
+def test_a_selective_checkpoint_reuses_the_results_of_the_first_run():
     def policy(_context, operator, *_given, **_named):
         is_saved = operator is torch.ops.aten.convolution.default
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -136,7 +136,7 @@ def test_a_selective_checkpoint_finds_the_first_run():
     assert ours.num_batches_tracked == 1
 
 
-def test_an_inference_tensor_moves_no_running_statistics():
+def test_an_inference_tensor_updates_no_running_statistics():
     ours, _ = layers()
     with torch.inference_mode():
         x = random()
@@ -148,9 +148,9 @@ def test_an_inference_tensor_moves_no_running_statistics():
 @pytest.mark.parametrize(
     "buffer",
     [torch.zeros(4, requires_grad=True), torch._neg_view(torch.zeros(4)), torch.zeros(1).expand(4)],
-    ids=["learnt", "negated", "spread"],
+    ids=["learnt", "negated", "expanded"],
 )
-def test_buffers_that_the_core_cannot_move_are_left_to_torch(buffer):
+def test_buffers_that_the_core_cannot_update_are_left_to_torch(buffer):
     x, layer = random(), layers()[0]
     layer.running_mean = buffer
     assert running_stats.in_place_buffers(layer, x, {torch.float32}) is None

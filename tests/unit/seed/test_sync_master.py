@@ -1,4 +1,4 @@
-"""client.comm: exchange of a user's module between replicas of a process."""
+"""client.comm: values that a user's module exchanges between the replicas of a process."""
 
 import copy
 import pickle
@@ -89,7 +89,7 @@ def test_some_replicas_may_have_their_own_master():
     assert client.DataParallelWithCallback(First(), REPLICAS)(torch.ones(3, 1)).tolist() == [[2.0], [2.0], [1.0]]
 
 
-def test_copies_and_pickles_of_its_module_include_it():
+def test_copies_and_pickles_of_a_module_include_its_master():
     model = Total()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - our own
         assert other.master is not model.master

@@ -107,7 +107,7 @@ def test_few_waiting_bytes_disconnect_no_client():
     assert kernel.table.stalled() == kernel.table.stalled() == []
 
 
-def test_a_connection_with_a_reused_number_starts_fresh():
+def test_a_connection_with_a_reused_descriptor_starts_fresh():
     kernel = Kernel(1)
     kernel.meet(1)
     kernel.sent(1, MAX_PEER_BYTES, 1)
@@ -142,11 +142,11 @@ def test_the_kernel_shows_whether_a_client_reads():
     assert writable([number]) == {number}, "without a peer no bytes wait"
 
 
-def test_without_an_ended_connection_there_is_no_pass():
+def test_without_an_ended_connection_no_probes_are_due():
     assert not ProbeScheduler().start_if_due(1e9)
 
 
-def test_many_ended_connections_cost_one_pass_shortly_after_the_first():
+def test_many_ended_connections_cost_one_pass_of_probes_shortly_after_the_first():
     probing = ProbeScheduler()
     for now in (10.0, 10.0 + PROBE_SECONDS / 2):
         probing.record_disconnect(now)
@@ -156,7 +156,7 @@ def test_many_ended_connections_cost_one_pass_shortly_after_the_first():
     assert probing.disconnected == 10.0 + PROBE_SECONDS / 2
 
 
-def test_a_connection_that_ends_during_a_pass_gets_another():
+def test_a_connection_that_ends_after_a_pass_of_probes_was_scheduled_gets_another_pass():
     probing = ProbeScheduler()
     probing.record_disconnect(10.0)
     probing.record_disconnect(10.02)

@@ -103,7 +103,7 @@ def test_a_limit_other_than_a_number_is_a_usage_error(capsys):
     assert "argument --max-members: expected 1 to 16384, got 'many'" in capsys.readouterr().err
 
 
-# As floats these are infinite or overflow; Python makes no integer of the last.
+# As floats these are infinite or overflow; Python refuses to convert the last to an int.
 HUGE = {"400 digits": "9" * 400, "-400 digits": f"-{'9' * 400}", "5000 digits": "9" * 5000}
 
 

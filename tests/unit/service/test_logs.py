@@ -16,7 +16,7 @@ def log(caplog):
     logger.removeFilter(sparing)
 
 
-def test_a_few_messages_of_a_kind_pass_and_a_flood_does_not_nor_hides_another(log):
+def test_of_a_flood_of_one_kind_a_few_messages_pass_and_no_other_kind_is_hidden(log):
     logger, told = log
     for number in range(1000):
         logger.warning("refused: %s", number)

@@ -27,7 +27,7 @@ HISTORIES = {
         (10.0, INIT, MEMBERS, SERVES),
         (10.1, INIT, NOBODY, ENDS),
     ],
-    "the parent ended before the first look": [(0.0, INIT, NOBODY, ENDS)],
+    "the parent ended before the first check": [(0.0, INIT, NOBODY, ENDS)],
 }
 
 EXPECTED_UNTIL = 10.0
@@ -47,12 +47,12 @@ def check(history, **given):
 
 
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
-def test_it_serves_as_long_as_its_parent_or_its_members_need_it(history):
+def test_a_server_serves_as_long_as_its_parent_or_its_members_need_it(history):
     check(history)
 
 
 @pytest.mark.parametrize(
     "history", HISTORIES_WHERE_MEMBERS_ARE_EXPECTED.values(), ids=HISTORIES_WHERE_MEMBERS_ARE_EXPECTED
 )
-def test_it_ends_if_no_expected_member_has_registered(history):
+def test_a_server_ends_if_no_expected_member_has_registered(history):
     check(history, expected_until=EXPECTED_UNTIL)

@@ -244,7 +244,7 @@ def test_a_check_without_an_endpoint_checks_this_hosts_server(server, nobody, mo
         ("ipc:///run/statsd_bn", "ipc:///run/statsd_bn"),
     ],
 )
-def test_a_server_that_listens_on_all_addresses_is_reached_on_the_loopback_one(bound, reached):
+def test_a_server_that_listens_on_all_addresses_is_reached_on_the_loopback_address(bound, reached):
     assert own_endpoint({"STATSD_BN_BIND": bound}) == reached
 
 

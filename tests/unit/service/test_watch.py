@@ -55,7 +55,7 @@ def test_a_lost_server_is_reported_and_asked_again():
     assert out.getvalue() == "one\nnobody listens; Is it there?\ntwo\n"
 
 
-def test_without_a_server_at_the_start_it_ends():
+def test_the_watch_ends_without_a_server_at_the_start():
     def text() -> str:
         raise ServerUnreachable("nobody listens")
 

@@ -1,4 +1,4 @@
-"""How often the members of a group are compared: half a second apart, however many samples arrive."""
+"""How often the members of a group are compared: at least half a second apart, however many samples arrive."""
 
 import numpy as np
 

@@ -75,7 +75,7 @@ def test_one_odd_batch_proves_nothing(how, samples):
         assert looks(of_group, 4, 1, first=25 * n + 24, odd=n % 2, seed=n, samples=samples, **how) == []
 
 
-def test_the_earliest_layer_is_found_in_whichever_order_they_come_first():
+def test_the_earliest_layer_is_found_whichever_layer_is_sampled_first():
     of_group = SkewDetector(3)
     looks(of_group, 3, 1, ["head"], odd=0, scale=5.0)
     looks(of_group, 3, 1, ["block", "head"], first=1, odd=0, scale=5.0)

@@ -1,4 +1,4 @@
-"""Which rounds' rows are kept for a moment: each layer at most once a second, of one step, and a bounded number."""
+"""Rows that the sampler keeps for a moment: a layer's once a second at most, all of one step, and a bounded number."""
 
 import tracemalloc
 from collections import Counter
@@ -147,7 +147,7 @@ def test_backward_rounds_are_not_sampled():
     assert of_one.drain(100.5) == []
 
 
-def test_kept_samples_do_not_change_with_the_memory():
+def test_kept_samples_do_not_change_with_the_rows():
     of_one = SkewSampler()
     values = look(of_one, 100.0, "a")
     before = values.copy()
@@ -197,7 +197,7 @@ def test_a_large_layer_is_sampled_in_part_within_the_byte_limit():
     assert 10 < len(taken) < 100
 
 
-def test_endless_layer_names_are_forgotten():
+def test_a_bounded_number_of_layer_names_is_remembered():
     of_one = SkewSampler()
     for n in range(3 * samples.MAX_SCHEDULED):
         look(of_one, 100.0 + n / 1000, str(n), step=n)
@@ -205,7 +205,7 @@ def test_endless_layer_names_are_forgotten():
     assert len(of_one.drain(200.0)) <= samples.MAX_LAYERS
 
 
-def test_remembered_layers_count_too():
+def test_remembered_layers_count_towards_the_size():
     of_one = SkewSampler()
     tracemalloc.start()
     try:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(bool(group_memory.unavailable_reason()), reason=
 
 LONG = 20.0
 
-# As round.c lays it out: the words of a slot before its counts, and where the slots of a member begin.
+# The layout in round.c: the words of a slot before its counts, and the bytes of a cache line and of a slot.
 HEAD_WORDS, LINE_BYTES, SLOT_BYTES = 5, 64, 2**18
 TOO_WIDE = SLOT_BYTES // 8
 WIDEST = (SLOT_BYTES // 8 - HEAD_WORDS - 1) // 2
@@ -189,7 +189,7 @@ def test_a_wait_ends_when_a_member_leaves(close, is_abandoned):
     assert first.late == [1, 2]
     third.leave()
     second.abandon()
-    assert first.is_abandoned == is_abandoned  # the reason given first stays
+    assert first.is_abandoned == is_abandoned  # a member's first reason stays
 
 
 def test_a_complete_turn_counts_although_one_member_has_closed_since():
@@ -200,7 +200,7 @@ def test_a_complete_turn_counts_although_one_member_has_closed_since():
     assert first.wait(LONG) == DONE
 
 
-def test_a_turn_counts_as_reported_whichever_member_reported_it():
+def test_a_turn_counts_as_escalated_whichever_member_escalated_it():
     first, second = memories_of(2)
     for told in (None, first, second):
         for one in (first, second):
@@ -215,7 +215,7 @@ def test_a_turn_counts_as_reported_whichever_member_reported_it():
     second.arrive(1, rows(1.0))
     second.escalate()
     assert first.wait(0.0) == DONE
-    assert first.is_escalated  # the second reported the next turn, and may have reported this one
+    assert first.is_escalated  # the second escalated the next turn, and may have escalated this one
 
 
 @pytest.mark.parametrize("members", [2, 3, 8])

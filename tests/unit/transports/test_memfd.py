@@ -155,7 +155,7 @@ def test_an_offer_that_fails_leaves_nothing_open(monkeypatch):
     def refuse(_self):
         raise RuntimeError("no more threads; on purpose")
 
-    gc.collect()  # of the tests before this one
+    gc.collect()  # closes descriptors of earlier tests
     before = open_files()
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="no more threads"):

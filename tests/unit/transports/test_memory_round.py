@@ -1,4 +1,4 @@
-"""One member's part in a round in memory; its session counts by how much it came last."""
+"""One member's part in a round in shared memory; its session counts its delay if it came last."""
 
 import re
 from mmap import mmap

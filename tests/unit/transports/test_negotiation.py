@@ -50,7 +50,7 @@ def test_members_that_support_shared_memory_choose_it(caplog):
     assert told(caplog) == [(logging.INFO, f"{GROUP} in shared memory")] * 3
 
 
-def test_one_member_that_wants_the_server_is_enough(caplog):
+def test_one_member_that_wants_the_server_keeps_all_at_the_server(caplog):
     caplog.set_level(logging.INFO, logger="statsd_bn.client")
     assert with_transports(AUTO, OVER_SERVER, SHARED_MEMORY) == [(OVER_SERVER, REFUSED)] * 3
     text = f"{GROUP} over the server, and not in shared memory: {REFUSED}"

@@ -106,7 +106,7 @@ def test_the_figures_are_those_of_the_rows_of_each_step(replicas):
             np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
 
 
-def test_rows_that_are_not_finite_are_reported_at_once_and_not_in_a_digest():
+def test_rows_that_are_not_finite_are_reported_at_once_and_not_in_skew_stats():
     master = MemoryMaster()
     frames = frames_of(master)
 

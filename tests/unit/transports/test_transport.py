@@ -37,7 +37,7 @@ def forward_and_backward(pipe: SlavePipe, rank: int, size: int, rounds: int):
 
 
 @pytest.mark.parametrize(("members", "size"), [(2, 3), (3, 2), (6, 1)])
-def test_it_gives_the_keys_and_bits_of_the_server(members, size):
+def test_shared_memory_gives_the_keys_and_bits_of_the_server(members, size):
     def program(kind):
         return lambda c: forward_and_backward(kind(c, "bn"), c.rank, size, 4)
 
@@ -49,7 +49,7 @@ def test_it_gives_the_keys_and_bits_of_the_server(members, size):
 
 @pytest.mark.parametrize("late_rank", [None, 0, 1])
 def test_a_layer_in_one_call_of_the_core_equals_that_over_the_server(late_rank):
-    """Also if a member waits so long that it reports to the server, before or after the sum is complete."""
+    """They are equal also if a member waits so long that it escalates, before or after the sum is complete."""
     x = torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(0))
 
     def program(kind):
@@ -98,7 +98,7 @@ def test_fast_rounds_do_not_reach_the_server(monkeypatch):
 
 @pytest.mark.parametrize("late_rank", [0, 1])
 def test_all_members_report_a_long_wait_and_its_end_to_the_server(late_rank):
-    """If only the waiting member sent RoundDone and the frame was lost, the server would think that it still waits."""
+    """If only the waiting member sent RoundDone and the frame was lost, the server would still count it as waiting."""
     master = MemoryMaster()
     late = threading.Event()
 
@@ -336,7 +336,7 @@ def test_a_connection_is_freed_after_rounds_in_memory():
 
 
 def test_a_member_that_knows_of_the_broken_job_uses_the_server():
-    """A member that the server has lost may still meet the others in memory, and the server cannot reach it."""
+    """A member declared lost by the server may still meet the others in memory, and the server cannot reach it."""
     master = MemoryMaster()
     connections = in_threads([lambda n=n: master.connect(n, 2, transport=SHARED_MEMORY) for n in range(2)])
 

@@ -1,4 +1,4 @@
-"""Each answer, and each question without one, is a snapshot."""
+"""Each answer of the server, and each request without an answer, gives a snapshot."""
 
 import pytest
 

@@ -100,7 +100,7 @@ def test_a_large_group_takes_several_reports(monkeypatch):
 
 
 @pytest.mark.parametrize("after", [[], ["block", "stem", "head"]], ids=["restarted server", "another order"])
-def test_layers_that_change_between_two_reports_are_not_taken_for_all(monkeypatch, after):
+def test_figures_are_omitted_if_the_layers_change_between_two_reports(monkeypatch, after):
     monkeypatch.setattr(feed, "MAX_BYTES", VALUES.nbytes)
     server, reader = Server(["stem", "block", "head"], each=1), FigureReader()
     reader.add_to(server, [group()])

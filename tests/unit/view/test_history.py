@@ -37,7 +37,7 @@ def test_a_trend_keeps_ten_minutes_and_survives_a_server_that_counts_anew():
     assert min(entry["rounds_per_second"]) >= 0.0
 
 
-def test_a_trend_knows_about_when_a_step_was():
+def test_a_trend_knows_roughly_when_a_step_was():
     trend = Trend()
     for second, step in ((0, 5), (4, 10), (8, 30), (12, 30), (16, 30), (20, 31)):
         trend.add(float(second), group(member(0, step=step), member(1, step=step - 1)))
@@ -93,7 +93,7 @@ def test_a_snapshot_builder_has_the_history_of_its_groups():
     builder.update(700.0, report(of))
     assert builder.history("digits", "world", "bn1")["seconds"] == [8.0], "the latest sample stays"
     builder.update(701.0, report())
-    assert builder.history("digits", "world", "bn1")["ranks"] == [0, 1], "an ended group keeps it"
+    assert builder.history("digits", "world", "bn1")["ranks"] == [0, 1], "an ended group keeps its history"
 
 
 @pytest.mark.parametrize("members", [1, 2, 3, 4, 7])

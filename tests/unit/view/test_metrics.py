@@ -101,7 +101,7 @@ def test_the_most_skewed_layers_have_a_series():
     assert sum(s.name == "statsd_bn_skew_eta2" for s in of) == MAX_LAYERS
 
 
-def test_a_series_keeps_the_buckets_that_it_has():
+def test_a_short_histogram_is_extended_to_all_buckets():
     of = samples(report(group(member(0), round_seconds={"counts": [4], "sum": 1e-5})))
     buckets = [s.value for s in of if s.name == "statsd_bn_round_seconds_bucket"]
     assert buckets == [4] * (len(BOUNDS) + 1)

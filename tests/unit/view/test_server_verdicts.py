@@ -88,7 +88,7 @@ def test_an_orderly_end_is_not_taken_for_a_loss():
     assert "lost" not in kinds
 
 
-def test_a_rank_that_leaves_between_two_rounds_is_told_once_the_others_go_on():
+def test_a_rank_that_leaves_between_two_rounds_is_reported_once_the_others_continue():
     job = Watched(3)
     job.send(Leave(session_of(2), ""), b"2")
     job.size = 2
@@ -99,7 +99,7 @@ def test_a_rank_that_leaves_between_two_rounds_is_told_once_the_others_go_on():
     assert kinds.count("lost") == 1
 
 
-def test_the_first_nan_is_told_with_its_rank_of_very_many():
+def test_the_first_nan_of_very_many_ranks_is_reported_with_some_of_them():
     job = Watched(12)
     of = key("bn1", step=20)
     for rank in range(12):
@@ -107,7 +107,7 @@ def test_the_first_nan_is_told_with_its_rank_of_very_many():
     assert job.say().startswith("Ranks 0-7 and 4 more brought the first NaN: forward of bn1, step 20")
 
 
-def test_the_first_nan_is_told_with_its_rank():
+def test_the_first_nan_is_reported_with_its_rank():
     job = Watched(3)
     of = key("layer3.0.bn1", step=20)
     for rank in range(3):

@@ -1,4 +1,4 @@
-"""The page of `view` asks for a token, on every address: the one that it prints, or that it was given."""
+"""Every address of `view` asks for the token: the one that it prints, or the one in STATSD_BN_VIEW_TOKEN."""
 
 import time
 from contextlib import closing, suppress
@@ -18,7 +18,7 @@ ADDRESSES = ["/", "/page.js", "/events", "/metrics", "/heat", "/history", "/noth
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - the address under test
 GIVEN = "of-the-test-0123"
 
-# Of 32 bytes in base64.
+# The length of 32 bytes in base64.
 LETTERS = 43
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("uvicorn", reason="needs the extra view")
 # More connections than the page may have files.
 FILES, CONNECTIONS = 256, 300
 
-# A page of a machine that is busy.
+# Limit for an answer of the page on a busy machine.
 ANSWER_SECONDS = 5.0
 
 

@@ -177,12 +177,12 @@ def test_a_job_that_ended_in_good_order_says_so_first():
     ("seconds", "late", "is_told"),
     [(0.9, {}, False), (1.1, {}, True), (2.0, {"late_seconds": LATE}, False), (3.0, {"late_seconds": LATE}, True)],
 )
-def test_only_an_unusual_wait_is_told(seconds, late, is_told):
+def test_only_an_unusual_wait_is_reported(seconds, late, is_told):
     of = group(*FOUR, waiting=[waiting(seconds, 2)], **late)
     assert (verdicts(of, NOW)[0].state == "waiting") == is_told
 
 
-def test_a_wait_is_told_with_the_usual_one():
+def test_a_wait_is_reported_with_the_usual_delay():
     of = group(*FOUR, waiting=[waiting(3.0, 2)], late_seconds=LATE)
     usual = "In 99 of 100 rounds the last rank is at most about 1 s late."
     ends = f"The others raise RoundTimeout after their round_timeout, {DEFAULT_ROUND_TIMEOUT:g} s by default."
@@ -253,7 +253,7 @@ def test_the_start_of_a_slow_rank_is_that_of_the_window_that_shows_it():
     assert begun(young, even) == ("healthy", None, False)
 
 
-def test_a_rate_is_one_of_four_seconds_and_of_none_while_a_round_is_open():
+def test_a_rate_covers_four_seconds_and_is_zero_while_a_round_is_open():
     builder = SnapshotBuilder("x")
 
     def rates(second, rounds, **more):
@@ -265,7 +265,7 @@ def test_a_rate_is_one_of_four_seconds_and_of_none_while_a_round_is_open():
     assert rates(0, 0) == (None, None)
     assert rates(1, 20) == (20.0, 2.0), "a first rate does not wait"
     assert rates(4, 400) == (100.0, 10.0)
-    assert rates(5, 400) == (100.0, 10.0), "the next one is due after four seconds"
+    assert rates(5, 400) == (100.0, 10.0), "the next rate is due after four seconds"
     assert rates(6, 400, waiting=[waiting(2.0, 1)]) == (0.0, 0.0)
     assert rates(8, 480) == (20.0, 2.0)
 
@@ -308,7 +308,7 @@ def test_a_silent_rank_is_dated_by_its_last_sign_of_life():
     assert shown["verdict"]["since"] == NOW + 9 - 3.5
 
 
-def test_a_broken_job_that_has_ended_broke_no_later():
+def test_a_broken_job_broke_no_later_than_it_ended():
     builder = SnapshotBuilder("x")
     builder.update(NOW, report(group(*FOUR)))
     over = ended(seconds=1.5, **KILLED)
@@ -316,7 +316,7 @@ def test_a_broken_job_that_has_ended_broke_no_later():
     assert shown["verdict"]["since"] == shown["over"]["time"] == NOW - 0.5
 
 
-def test_a_long_wait_is_always_told():
+def test_a_long_wait_is_always_reported():
     late = {"counts": [*[0] * 20, 100], "sum": 1e4}
     of = group(*FOUR, waiting=[waiting(LONG_SECONDS, 2)], late_seconds=late)
     assert verdicts(of, NOW)[0].state == "waiting"

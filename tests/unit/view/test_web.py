@@ -79,7 +79,7 @@ def test_the_stream_asks_for_the_token_too():
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
 @pytest.mark.parametrize("path", ["/", "/events", *ASKS])
-def test_it_only_reads(path, method):
+def test_the_page_only_reads(path, method):
     status, headers, _ = Page().get(path, method)
     assert (status, headers[b"allow"]) == (405, b"GET, HEAD")
 
@@ -139,7 +139,7 @@ def test_the_heat_of_a_smaller_group_names_its_ranks_as_in_the_job():
 def test_ranks_that_a_report_has_no_room_for_are_not_known():
     of = group(member(5), member(3), group="odd", members_left_out=2)
     assert ranks_of(of, 4) == [3, 5, None, None]
-    assert ranks_of(of, 5) == [None] * 5, "one has left"
+    assert ranks_of(of, 5) == [None] * 5, "one rank has left"
 
 
 def test_a_rank_of_the_world_is_known_even_if_others_have_left():
