@@ -200,8 +200,8 @@ class Stack:
 
         def all_there() -> bool:
             for container in self.containers("replica"):
-                if told := re.search(r"^rank (\d+) of", container.log(), re.MULTILINE):
-                    found[int(told[1])] = container
+                if line := re.search(r"^rank (\d+) of", container.log(), re.MULTILINE):
+                    found[int(line[1])] = container
             return len(found) == number
 
         wait_until(all_there, seconds, f"{number} replicas that print their rank")
@@ -218,8 +218,8 @@ class Stack:
         self._logs.mkdir(parents=True, exist_ok=True)
         for service in ("keygen", "server", "replica"):
             for container in self.containers(service):
-                told = re.search(r"^rank (\d+) of", container.log(), re.MULTILINE)
-                name = f"{service}-{told[1]}" if told else f"{service}-{container.id}"
+                line = re.search(r"^rank (\d+) of", container.log(), re.MULTILINE)
+                name = f"{service}-{line[1]}" if line else f"{service}-{container.id}"
                 text = container.log("--timestamps") + json.dumps(container.state, indent=2)
                 (self._logs / f"{name if service == 'replica' else service}.log").write_text(text + "\n")
 

@@ -258,8 +258,8 @@ def wait_for_finding(endpoint: str, environ: dict[str, str]) -> None:
     """Wait until the server has reported the rank with tripled inputs."""
     status = [sys.executable, "-m", "server", "status", "--json", endpoint]
     for _ in range(100):
-        told = subprocess.run(status, cwd=ROOT, env=environ, capture_output=True, text=True, check=False).stdout
-        if '"kind": "skew"' in told:
+        output = subprocess.run(status, cwd=ROOT, env=environ, capture_output=True, text=True, check=False).stdout
+        if '"kind": "skew"' in output:
             return
         time.sleep(1)
     raise TimeoutError("the server has not found the rank with tripled inputs")

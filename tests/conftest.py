@@ -58,7 +58,7 @@ settings.register_profile("tests", deadline=None, max_examples=50, suppress_heal
 settings.load_profile("tests")
 
 # Fixtures with processes that import torch, and fixtures of tests that compare times.
-PROCESSES = {"company", "launch", "pool", "python", "workers"}
+PROCESSES = {"launch", "pool", "python", "workers"}
 ALONE = {"honest_job_beside"}
 
 # scripts/test finds files with tests that run alone by these words.

@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 from bench import plots
-from bench.kept import ROOT, Kept
 from bench.pages import page_of, written
 from bench.quiet import QUIET, Others, wait_until_quiet
+from bench.results import ROOT, Result
 from bench.tables import TABLES
 
 
@@ -26,9 +26,9 @@ def main() -> None:
     for name in options.names or TABLES:
         if not options.pages:
             _run(name, options.wait, may_be_busy=options.busy)
-        if kept := Kept.of(name):
+        if result := Result.of(name):
             page = page_of(name)
-            page.write_text(written(name, page.read_text(), kept))
+            page.write_text(written(name, page.read_text(), result))
     plots.write()
 
 
@@ -44,7 +44,7 @@ def _run(name: str, wait: float, *, may_be_busy: bool) -> None:
         done = subprocess.run(  # noqa: S603 - of this project
             [sys.executable, *command[1:], "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
         )
-    Kept.now(max(busy, others.processors), shlex.join(command), json.loads(done.stdout)).keep(name)
+    Result.now(max(busy, others.processors), shlex.join(command), json.loads(done.stdout)).save(name)
 
 
 if __name__ == "__main__":

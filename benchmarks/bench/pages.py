@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench.kept import ROOT, Kept
+from bench.results import ROOT, Result
 from bench.tables import TABLES
 
 BEGIN, END = "<!-- scripts/bench writes this -->\n", "<!-- until here -->\n"
@@ -13,7 +13,7 @@ def page_of(name: str) -> Path:
     return ROOT / "benchmarks" / name / "README.md"
 
 
-def written(name: str, text: str, kept: Kept) -> str:
+def written(name: str, text: str, result: Result) -> str:
     """Returns the text of a page with the table of a saved result.
 
     Raises:
@@ -23,4 +23,4 @@ def written(name: str, text: str, kept: Kept) -> str:
     _, ends, behind = rest.partition(END)
     if not (begins and ends):
         raise ValueError(f"{page_of(name)}: expected {BEGIN.strip()!r} and, behind it, {END.strip()!r}")
-    return f"{before}{BEGIN}{TABLES[name].in_markdown(kept.found)}\n{kept.caption}\n{END}{behind}"
+    return f"{before}{BEGIN}{TABLES[name].in_markdown(result.found)}\n{result.caption}\n{END}{behind}"

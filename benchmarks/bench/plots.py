@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from bench.kept import ROOT, Kept
+from bench.results import ROOT, Result
 
 FOLDER = ROOT / "docs" / "plots"
 
@@ -123,9 +123,9 @@ def drawn() -> dict[str, str]:
     """Returns the plots of the saved results, by the name of the benchmark."""
     found = {}
     for name, plot in PLOTS.items():
-        if kept := Kept.of(name):
-            title, groups, line = plot(kept.found)
-            note = f"{kept.date}, commit {kept.commit}, {kept.busy:g} processors in use by others"
+        if result := Result.of(name):
+            title, groups, line = plot(result.found)
+            note = f"{result.date}, commit {result.commit}, {result.busy:g} processors in use by others"
             found[name] = Plot(title, groups, line, note).in_svg()
     return found
 

@@ -74,17 +74,17 @@ def _run(pid: int, endpoint: str, members: int, channels: int, rounds: int) -> d
     with zmq.Context() as context:
         context.set(zmq.MAX_SOCKETS, 4 * members + 64)
         started = time.perf_counter()
-        company = _connect(context, endpoint, members)
+        connections = _connect(context, endpoint, members)
         opening = time.perf_counter() - started
         rng = np.random.default_rng(0)
-        brought = [Rows((32,), rng.standard_normal((1, 2, channels))) for _ in range(members)]
+        contributions = [Rows((32,), rng.standard_normal((1, 2, channels))) for _ in range(members)]
         for _ in range(3):
-            _round(company, brought)
+            _round(connections, contributions)
         busy = _processor_seconds(pid)
-        times = [_round(company, brought) for _ in range(rounds)]
+        times = [_round(connections, contributions) for _ in range(rounds)]
         busy = _processor_seconds(pid) - busy
         memory = _resident(pid)
-        for socket, session in company:
+        for socket, session in connections:
             socket.send(session.leave(""))
             socket.close(linger=1000)
     median = statistics.median(times)
@@ -99,7 +99,7 @@ def _run(pid: int, endpoint: str, members: int, channels: int, rounds: int) -> d
 
 
 def _connect(context: zmq.Context, endpoint: str, members: int) -> list[tuple[zmq.Socket, Session]]:
-    company = []
+    connections = []
     for number in range(members):
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.RCVTIMEO, WAIT_MILLISECONDS)
@@ -107,21 +107,21 @@ def _connect(context: zmq.Context, endpoint: str, members: int) -> list[tuple[zm
         who = Member("job", "world", 0, number, members, 600.0, f"place {number}")
         session = Session(number.to_bytes(limits.TOKEN_BYTES, "big"), who)
         socket.send(session.register())
-        company.append((socket, session))
-    for socket, session in company:
+        connections.append((socket, session))
+    for socket, session in connections:
         while (answer := session.registered(socket.recv())) is None or answer.missing:
             pass
-    return company
+    return connections
 
 
-def _round(company: list[tuple[zmq.Socket, Session]], brought: list[Rows]) -> float:
+def _round(connections: list[tuple[zmq.Socket, Session]], contributions: list[Rows]) -> float:
     """Returns the seconds from the first contribution's sending to the last answer's arrival."""
-    sessions = [session for _, session in company]
-    frames = [one.contribution(one.forward_key("bn"), rows) for one, rows in zip(sessions, brought, strict=True)]
+    sessions = [session for _, session in connections]
+    frames = [one.contribution(one.forward_key("bn"), rows) for one, rows in zip(sessions, contributions, strict=True)]
     started = time.perf_counter()
-    for (socket, _), frame in zip(company, frames, strict=True):
+    for (socket, _), frame in zip(connections, frames, strict=True):
         socket.send(frame)
-    answers = {socket.recv() for socket, _ in company}
+    answers = {socket.recv() for socket, _ in connections}
     seconds = time.perf_counter() - started
     (answer,) = answers
     if not isinstance(decode(answer), Aggregate):

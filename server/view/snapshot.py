@@ -41,7 +41,7 @@ def events(before: Report | None, now: Report) -> list[dict[str, Any]]:
     known = {_group_name(group): group for group in (before or {}).get("groups", ())}
     for group in now["groups"]:
         old = known.pop(_group_name(group), {})
-        found += [_event(group, *told) for told in _group_events(old, group, first=before is None)]
+        found += [_event(group, *event) for event in _group_events(old, group, first=before is None)]
     if before is not None and before["server"] != now["server"]:
         # A restarted server knows no group before the members have reconnected.
         return [_event({}, "restart", None, "The server restarted"), *found]

@@ -65,9 +65,9 @@ def _group(group: dict[str, Any], snapshot: Snapshot) -> Iterator[str]:
     verdict = group["verdict"]
     name = group["job"] if group["group"] == WORLD else f"{group['job']}, {group['group']}"
     yield from _wrapped(f"{name}: {verdict['text']}", "  ")
-    told = [verdict["text"], *verdict["also"]]
-    told += [text for finding in group.get("findings", ()) if (text := describe_finding(finding)) not in told]
-    for text in (verdict["advice"], *told[1:], *group.get("non_finite", ())[1:]):
+    texts = [verdict["text"], *verdict["also"]]
+    texts += [text for finding in group.get("findings", ()) if (text := describe_finding(finding)) not in texts]
+    for text in (verdict["advice"], *texts[1:], *group.get("non_finite", ())[1:]):
         yield from _wrapped(text, "    ", "  ")
     yield from _wrapped(", ".join(_facts(group, snapshot)), "    ", "  ")
     if group["members"]:

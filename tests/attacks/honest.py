@@ -28,7 +28,7 @@ DIFFERENT = 32
 # Between two rounds a model computes.
 PAUSE_SECONDS = 0.002
 
-# Limit of a round, and of every other wait here.
+# Limits of a round and of the start; the wait for the members' results has twice the first.
 DEADLINE = 20.0
 START_SECONDS = 60.0
 
@@ -53,7 +53,7 @@ ANY_SLOWDOWN = Slowdown(math.inf, math.inf)
 class Played:
     rounds: list[tuple[float, float]]  # start and end of each round, by the clock of all processes
     wrong: int  # number of wrong aggregates
-    problem: str  # the error that ended it, or ""
+    problem: str  # the error that ended the member, or ""
 
 
 def contributions() -> np.ndarray:
@@ -75,14 +75,14 @@ def play(endpoint: str, secret: Path | None, job: str, member: int, folder: Path
 
     rounds: list[tuple[float, float]] = []
     wrong, stop = 0, folder / "stop"
-    brought = contributions()
-    expected = [turn[0] + turn[1] for turn in brought]
+    values = contributions()
+    expected = [turn[0] + turn[1] for turn in values]
     who = Member(job, "world", 0, member, 2, DEADLINE, f"honest member {member}", min_members)
     try:
         with Connection(ZmqChannelPool(endpoint, load_client(secret) if secret else None), who) as connection:
             for number in range(10**9):
                 turn = number % DIFFERENT
-                mine = brought[turn, member][None].copy()
+                mine = values[turn, member][None].copy()
                 mine[0, 0, -1] = float(stop.exists())
                 began = time.monotonic()
                 aggregate = SlavePipe(connection, "bn").run_slave(Rows((7,), mine))
@@ -218,7 +218,7 @@ def slow_downs(played: list[Played], phases: list[tuple[float, float, float]], m
         faults.append(
             f"a median round takes {rounds:.2f} times as long during the attack, expected at most {most.median:g}"
         )
-    if pauses > most.together:  # counts seconds too in which no round ended
+    if pauses > most.together:  # unlike the median, also covers seconds without a round
         faults.append(f"{pauses:.2f} times fewer rounds are done during the attack, expected at most {most.together:g}")
     return faults
 

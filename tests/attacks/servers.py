@@ -105,8 +105,8 @@ def keys_for_tenants(folder: Path) -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("STATSD_BN_")}
-    return {**kept, "PYTHONPATH": str(ROOT), **more}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("STATSD_BN_")}
+    return {**inherited, "PYTHONPATH": str(ROOT), **more}
 
 
 def end(process: "subprocess.Popen[str]") -> None:

@@ -41,8 +41,8 @@ def test_text_of_a_stranger_reaches_others_escaped(server, where):
         hostile.ask(forged(messages.Register(b"hostile-", **given, member=1, **numbers)))
         duplicate = peers.open().ask(forged(messages.Register(b"another-", **named, member=1, place="x", **numbers)))
         hostile.send(forged(messages.Leave(b"hostile-", f"failed{PLACEHOLDER}" if where == "cause" else "failed")))
-        told = [duplicate]
+        received = [duplicate]
         while (message := honest.receive(0.5)) is not None:
-            told.append(message)
-    assert not raw("".join(map(said_of, told)))
+            received.append(message)
+    assert not raw("".join(map(said_of, received)))
     assert not raw(server.said())

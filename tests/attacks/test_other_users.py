@@ -69,8 +69,8 @@ def home() -> Iterator[Path]:
 
 
 def own_environment(home: Path, **more: str) -> dict[str, str]:
-    kept = {name: value for name, value in environment(**more).items() if name != "XDG_RUNTIME_DIR"}
-    return {**kept, "HOME": str(home), "TMPDIR": str(home / "tmp")}
+    variables = {name: value for name, value in environment(**more).items() if name != "XDG_RUNTIME_DIR"}
+    return {**variables, "HOME": str(home), "TMPDIR": str(home / "tmp")}
 
 
 @pytest.fixture

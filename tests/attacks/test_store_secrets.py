@@ -48,17 +48,17 @@ def test_the_store_has_no_secret_key():
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as rank_0:
         try:
             expiry = time.monotonic() + SECONDS
-            told = []
+            entries = []
             while not is_open(address, port) and rank_0.poll() is None and time.monotonic() < expiry:
                 time.sleep(0.05)
             assert is_open(address, port) or rank_0.poll() is not None, "rank 0 keeps no store"
             store = distributed.TCPStore(address, port, 2, is_master=False) if rank_0.poll() is None else None
-            while not told and rank_0.poll() is None and time.monotonic() < expiry:
-                told = [store.get(key) for key in keys if store.check([key])]
+            while not entries and rank_0.poll() is None and time.monotonic() < expiry:
+                entries = [store.get(key) for key in keys if store.check([key])]
                 time.sleep(0.05)
         finally:
             end(rank_0)
             said = rank_0.stdout.read()
     # Rank 0 announces its server in the store, or prints why it has none.
-    assert told or b"Error" in said, said
-    assert not [one for one in told if any(word in one for word in WORDS)]
+    assert entries or b"Error" in said, said
+    assert not [one for one in entries if any(word in one for word in WORDS)]

@@ -82,7 +82,7 @@ def _lose(chance: random.Random, folder: Path, times: int, number: signal.Signal
                 seconds.append(_known(members, victim, functools.partial(members.send_signal, victim, number)))
                 if number == signal.SIGSTOP:
                     members.send_signal(victim, signal.SIGCONT)
-                    _require_lost(members.told(victim), victim)
+                    _require_lost(members.report(victim), victim)
                     members.let_go(victim)
                 members.let_go(*members.others(victim))
     return Result(seconds)
@@ -112,10 +112,10 @@ def looping_member(chance: random.Random, folder: Path, times: int = 1) -> Resul
             with Members([server.endpoint] * WORLD, f"loop {turn}", ENDLESS, SHORT_DEADLINE, trouble) as members:
                 stuck = _train_up_to(members, step)
                 for member in members.others(victim):
-                    told = members.told(member)
-                    _require_error(told, RoundTimeout)
-                    require(told.what.fields["missing"] == [victim], f"{told.what} does not name member {victim}")
-                    seconds.append(told.at - stuck - SHORT_DEADLINE)
+                    report = members.report(member)
+                    _require_error(report, RoundTimeout)
+                    require(report.what.fields["missing"] == [victim], f"{report.what} does not name member {victim}")
+                    seconds.append(report.at - stuck - SHORT_DEADLINE)
                 members.let_go(*members.others(victim))
     return Result(seconds)
 
@@ -128,7 +128,7 @@ def failing_member(chance: random.Random, folder: Path, times: int = 1) -> Resul
             victim, step = chance.randrange(WORLD), chance.randrange(1, 20)
             with Members([server.endpoint] * WORLD, f"fail {turn}", ENDLESS, trouble=(victim, "fail", step)) as members:
                 members.allow(ENDLESS)
-                failed = members.told(victim)
+                failed = members.report(victim)
                 _require_error(failed, ValueError)
                 began = time.monotonic()
                 members.let_go(victim)
@@ -232,7 +232,7 @@ def member_that_is_cut_off(chance: random.Random, folder: Path, times: int = 1) 
                     _train_a_while(members, chance)
                     stall = functools.partial(proxy.stall, LONG_STALL_SECONDS)
                     seconds.append(_known(members, victim, stall))
-                    _require_lost(members.told(victim), victim)
+                    _require_lost(members.report(victim), victim)
                     members.let_go(*members.all)
     return Result(seconds)
 
@@ -252,12 +252,12 @@ def killed_member_and_master(chance: random.Random, folder: Path, times: int = 1
                 time.sleep(chance.uniform(0, 0.05))
                 orders[1]()
                 for member in members.others(victim):
-                    told = members.told(member)
-                    _require_error(told, ReplicaLost, RoundTimeout, GroupIncomplete)
-                    fields = told.what.fields
-                    names = [fields["member"]] if isinstance(told.what, ReplicaLost) else fields["missing"]
-                    require(names == [victim], f"{told.what!r} does not name member {victim}")
-                    seconds.append(told.at - began)
+                    report = members.report(member)
+                    _require_error(report, ReplicaLost, RoundTimeout, GroupIncomplete)
+                    fields = report.what.fields
+                    names = [fields["member"]] if isinstance(report.what, ReplicaLost) else fields["missing"]
+                    require(names == [victim], f"{report.what!r} does not name member {victim}")
+                    seconds.append(report.at - began)
                 members.let_go(*members.others(victim))
     return Result(seconds)
 
@@ -315,10 +315,10 @@ def _all_went_on(before: list[int], now: list[int]) -> bool:
 
 def _digests(members: Members) -> list[str]:
     """Waits until all members have trained, and lets them exit; returns their digests."""
-    told = [members.told(member).what for member in members.all]
-    require(all(isinstance(digest, str) for digest in told), f"the run ended with {told}")
+    digests = [members.report(member).what for member in members.all]
+    require(all(isinstance(digest, str) for digest in digests), f"the run ended with {digests}")
     members.let_go(*members.all)
-    return told
+    return digests
 
 
 def _train_a_while(members: Members, chance: random.Random) -> None:
@@ -338,18 +338,18 @@ def _known(members: Members, victim: int, trouble: Callable[[], float | None]) -
     """Seconds from the fault until all other members report the loss of `victim`."""
     began = time.monotonic()
     began = trouble() or began
-    told = [members.told(member) for member in members.others(victim)]
-    for each in told:
-        _require_lost(each, victim)
-    return max(each.at for each in told) - began
+    reports = [members.report(member) for member in members.others(victim)]
+    for report in reports:
+        _require_lost(report, victim)
+    return max(report.at for report in reports) - began
 
 
-def _require_lost(told: Report, victim: int) -> None:
-    _require_error(told, ReplicaLost)
-    require(told.what.fields["member"] == victim, f"{told.what!r} is not about member {victim}")
-    require(f"rank {victim} (" in str(told.what), f"{told.what!r} does not name member {victim}")
+def _require_lost(report: Report, victim: int) -> None:
+    _require_error(report, ReplicaLost)
+    require(report.what.fields["member"] == victim, f"{report.what!r} is not about member {victim}")
+    require(f"rank {victim} (" in str(report.what), f"{report.what!r} does not name member {victim}")
 
 
-def _require_error(told: Report, *kinds: type[Exception]) -> None:
+def _require_error(report: Report, *kinds: type[Exception]) -> None:
     names = " or ".join(kind.__name__ for kind in kinds)
-    require(isinstance(told.what, kinds), f"expected {names}, got {told.what!r}")
+    require(isinstance(report.what, kinds), f"expected {names}, got {report.what!r}")

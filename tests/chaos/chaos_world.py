@@ -154,7 +154,7 @@ class Members:
         expiry = time.monotonic() + WAIT_SECONDS
         while not condition(self.steps):
             ended = [self._receive(member) for member in self.all if self._members[member].pipe.poll()]
-            failed = [told.what for told in ended if isinstance(told.what, Exception)]
+            failed = [report.what for report in ended if isinstance(report.what, Exception)]
             require(not failed, f"{text}: got {failed} in step {self.steps}")
             require(time.monotonic() < expiry, f"{text}: still in steps {self.steps} after {WAIT_SECONDS:g} s")
             time.sleep(LOOK_SECONDS)
@@ -162,7 +162,7 @@ class Members:
     def send_signal(self, member: int, number: signal.Signals) -> None:
         os.kill(self._members[member].process.pid, number)
 
-    def told(self, member: int) -> Report:
+    def report(self, member: int) -> Report:
         said = self._receive(member)
         require(isinstance(said, Report), f"member {member} said {said}")
         return said

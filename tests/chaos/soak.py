@@ -65,7 +65,7 @@ class Members:
         return [process.pid for process in self._processes]
 
     @property
-    def have_told(self) -> bool:
+    def have_reported(self) -> bool:
         return all(pipe.poll() for pipe in self._pipes)
 
     def reports(self, killed: int | None = None) -> list[Report]:
@@ -132,14 +132,14 @@ def soak(size: int, rounds: int, kill_seconds: float, rank_seconds: float, chanc
 
 def _run_job(members: Members, seconds: float, rank: int, kill_server: Callable[[], None], soaked: Soaked) -> None:
     """Runs a job until its ranks have finished, or until `rank` is killed some seconds after its first rounds."""
-    members.wait_until(lambda: members.have_told or min(each.value for each in members.progress) > 0)
+    members.wait_until(lambda: members.have_reported or min(each.value for each in members.progress) > 0)
     due = time.monotonic() + seconds
-    members.wait_until(lambda: members.have_told or time.monotonic() >= due, kill_server)
-    killed = None if members.have_told else rank
+    members.wait_until(lambda: members.have_reported or time.monotonic() >= due, kill_server)
+    killed = None if members.have_reported else rank
     if killed is not None:
         os.kill(members.pids[killed], signal.SIGKILL)
         soaked.rank_kills += 1
-        members.wait_until(lambda: members.have_told)
+        members.wait_until(lambda: members.have_reported)
     reports = members.reports(killed)
     loss = f"ReplicaLost: rank {killed} "
     wrong = [one for one in reports if one.why and not (killed is not None and one.why.startswith(loss))]

@@ -114,7 +114,7 @@ def test_an_error_about_another_member_is_a_finding(folder):
         members.allow(9)
         members.let_go(1)
         with pytest.raises(Finding, match="is not about member 0"):
-            chaos_scenarios._require_lost(members.told(2), 0)
+            chaos_scenarios._require_lost(members.report(2), 0)
 
 
 def test_a_member_with_another_exit_code_is_a_finding(folder):
@@ -123,7 +123,7 @@ def test_a_member_with_another_exit_code_is_a_finding(folder):
         with pytest.raises(Finding, match="member 1 was let go and ended with -9"):
             members.let_go(1)
         with pytest.raises(Finding, match="member 1 ended without a word"):
-            members.told(1)
+            members.report(1)
 
 
 def test_a_missing_server_is_a_finding(folder):

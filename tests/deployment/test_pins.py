@@ -144,10 +144,10 @@ def pin(tmp_path):
     stand_in(programs / "uv", 'echo "$@" >>uv-calls\ncat >/dev/null\n')
 
     def run(digest: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        told = (
+        script = (
             f'[ "$1" = pull ] || echo docker.example/python@{digest}\n' if digest else "echo no registry >&2; exit 1\n"
         )
-        stand_in(programs / "docker", told)
+        stand_in(programs / "docker", script)
         path = os.pathsep.join([str(programs), os.environ["PATH"]])
         return subprocess.run(
             [tmp_path / "scripts" / "pin", *arguments],

@@ -19,12 +19,12 @@ def test_waiting_for_a_device_does_not_block_other_threads(monkeypatch):
 
     monkeypatch.setattr(Slot, "wait", wait)
     monkeypatch.setattr(Slot, "is_filled", lambda _: has_come.is_set())
-    told = []
+    outcomes = []
 
     def refuse():
         with pytest.raises(ValueError, match="said"):
             checks.submit(torch.tensor([True]), say, wait=True)
-        told.append("at once")
+        outcomes.append("at once")
 
     first = threading.Thread(target=refuse)
     first.start()
@@ -37,7 +37,7 @@ def test_waiting_for_a_device_does_not_block_other_threads(monkeypatch):
     first.join(60)
     second.join(60)
     assert not is_held_up
-    assert told == ["at once"]
+    assert outcomes == ["at once"]
 
 
 def say(_):

@@ -54,8 +54,8 @@ def test_too_few_values_give_nan_and_then_the_error(ranks):
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_nan_is_reported_as_soon_as_the_device_has_found_it(ranks, phase):
-    for rank, (before, told) in enumerate(ranks(2, device_programs.bring_nan, phase, on_devices=True)):
-        ((level, text),) = told
+    for rank, (before, lines) in enumerate(ranks(2, device_programs.bring_nan, phase, on_devices=True)):
+        ((level, text),) = lines
         expected = "INFO" if phase == "backward" else "ERROR" if rank == 1 else "WARNING"
         assert (before, level) == (0, expected)
         assert f"layer 'bn', {phase}, step 0, rank 1" in text

@@ -52,8 +52,8 @@ class Runner:
         self._process.kill()
         self._process.join()
 
-    def run(self, told: Run) -> Outcome:
-        self._pipe.send(told)
+    def run(self, task: Run) -> Outcome:
+        self._pipe.send(task)
         return self._pipe.recv()
 
 
@@ -61,15 +61,15 @@ def _serve(pipe: Connection) -> None:
     if importlib.util.find_spec("torchvision"):
         library("torchvision")  # later imports need no operators, which may be missing
     while True:
-        told = pipe.recv()
-        if "lightning" in told.text:
+        task = pipe.recv()
+        if "lightning" in task.text:
             import client.integrations.lightning  # noqa: F401, PLC0415 - takes seconds, so once for all that need it
-        pipe.send(run(told))
+        pipe.send(run(task))
 
 
-def run(told: Run) -> Outcome:
-    log = Path(told.folder) / "output"
-    processes = [FORK.Process(target=_play, args=(told, environ, log)) for environ in told.environs]
+def run(task: Run) -> Outcome:
+    log = Path(task.folder) / "output"
+    processes = [FORK.Process(target=_play, args=(task, environ, log)) for environ in task.environs]
     for process in processes:
         process.start()
     _wait_for(processes)
@@ -92,16 +92,16 @@ def _wait_for(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
             deadline = min(deadline, time.monotonic() + 2.0)
 
 
-def _play(told: Run, environ: Mapping[str, str], log: Path) -> None:
+def _play(task: Run, environ: Mapping[str, str], log: Path) -> None:
     os.environ.update(environ)
-    os.chdir(told.folder)
+    os.chdir(task.folder)
     with log.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     # Deleting a DDP model after its gloo process group can block for ever, so `names` keeps it until `os._exit`.
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
-        _execute(told, names)
+        _execute(task, names)
         code = 0
     except BaseException:  # noqa: BLE001 - whatever it is, it is shown
         traceback.print_exc()
@@ -111,14 +111,14 @@ def _play(told: Run, environ: Mapping[str, str], log: Path) -> None:
     os._exit(code)
 
 
-def _execute(told: Run, names: dict[str, Any]) -> None:
+def _execute(task: Run, names: dict[str, Any]) -> None:
     from documentation import docs_stand_ins  # noqa: PLC0415 - it reads the environment of this process
 
-    names |= docs_stand_ins.names(told.text)
-    if "DistributedDataParallel(" in told.text and "init_process_group" not in told.text:
+    names |= docs_stand_ins.names(task.text)
+    if "DistributedDataParallel(" in task.text and "init_process_group" not in task.text:
         distributed.init_process_group("gloo")
     # Empty lines before the block make the line numbers in a traceback the same as on the page.
-    code = compile("\n" * (told.line - 1) + told.text, told.page, "exec")
+    code = compile("\n" * (task.line - 1) + task.text, task.page, "exec")
     try:
         exec(code, names)  # noqa: S102 - a block of the documentation
     except docs_stand_ins.ReplicaLost as error:

@@ -71,7 +71,7 @@ class Shell:
         self._environs = environs
         self._python = python
         # A server that a block starts listens where the block's other commands look for it.
-        self._told = {"STATSD_BN_BIND": endpoint}
+        self._bind_environ = {"STATSD_BN_BIND": endpoint}
         self._exported: dict[str, str] = {}
         self._started = ExitStack()
         self._mark = uuid.uuid4().hex
@@ -108,7 +108,7 @@ class Shell:
         if words[0].startswith("scripts/test"):  # not run: it would run this test again
             check_script(words)
         elif words[:3] == ["python", "-m", "server"] and words[3:] and words[3] in COMMANDS:
-            self._finish([sys.executable, *map(self._reachable, words[1:])], {**self._told, **environ})
+            self._finish([sys.executable, *map(self._reachable, words[1:])], {**self._bind_environ, **environ})
         elif words[:3] == ["python", "-m", "server"]:
             self._serve(words[3:], environ)
         elif words[0] == "torchrun":
@@ -141,8 +141,8 @@ class Shell:
     def _launch_nodes(self, number: int, words: Words, meeting: str, environ: Mapping[str, str]) -> None:
         assert meeting, f"{self._block}: expected several nodes to have a --rdzv-endpoint"
         here = f"127.0.0.1:{free_port()}"
-        told = [word.replace(meeting, here) for word in words[1:]]
-        command = [sys.executable, "-m", "torch.distributed.run", *told]
+        arguments = [word.replace(meeting, here) for word in words[1:]]
+        command = [sys.executable, "-m", "torch.distributed.run", *arguments]
         with ThreadPoolExecutor() as agents:
             nodes = [agents.submit(self._finish, command, environ) for _ in range(number)]
         for node in nodes:
@@ -188,7 +188,7 @@ class Shell:
             raise AssertionError(f"{shlex.join(words)} starts no server:\n{''.join(said)}")
         self._started.callback(_end, process)
         self._endpoint = line.split()[-1]
-        self._told = {}
+        self._bind_environ = {}
 
     def _start(self, command: Words, environ: Mapping[str, str], folder: Path | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The architecture: imports, sizes of folders, and docstrings of packages."""
+"""The architecture: imports, the wheel, the oldest versions, package docstrings, and the forbidden phrase `is none`."""
 
 import ast
 import re
@@ -77,8 +77,8 @@ def test_the_code_that_talks_to_the_server_imports_no_torch():
         assert not re.search(r"^\s*(import|from) torch\b", path.read_text(), re.MULTILINE), path
 
 
-def test_no_name_calls_an_invalid_value_none():
-    """Readers take "the group is none" for Python's None, which is a valid group."""
+def test_no_text_contains_is_none_or_are_none():
+    """Readers take "the group is none" for `group is None`, and None is a valid value of a group."""
     said = re.compile("(is|are) none")
     lines = (
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"

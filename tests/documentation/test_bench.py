@@ -6,24 +6,24 @@ import sys
 
 import pytest
 from bench import plots, quiet
-from bench.kept import Kept
 from bench.pages import BEGIN, END, page_of, written
+from bench.results import Result
 from bench.tables import TABLES
 
-MEASURED = [name for name in TABLES if Kept.of(name)]
+MEASURED = [name for name in TABLES if Result.of(name)]
 
 STEPS = {"members": 2, "unsynchronised": 300.0, "process group": 420.0, "gloo": 400.0}
 STEPS |= {"server": 390.0, "server, broadcast": 396.0, "server_in_rounds": 60.0, "server_exchanging": 20.0}
 STEPS |= {"memory": 330.0, "memory_in_rounds": 25.0, "memory_exchanging": 9.0}
 
 
-def found(busy: float = 0.1) -> Kept:
-    return Kept("2026-11-23", "abc1234", busy, "2 processors", "python main.py", STEPS)
+def found(busy: float = 0.1) -> Result:
+    return Result("2026-11-23", "abc1234", busy, "2 processors", "python main.py", STEPS)
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_a_page_shows_what_was_measured_and_at_which_commit(name):
-    of, text = Kept.of(name), page_of(name).read_text()
+    of, text = Result.of(name), page_of(name).read_text()
     assert written(name, text, of) == text
     assert of.caption in text
     assert "dirty" not in of.commit

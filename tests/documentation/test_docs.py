@@ -97,10 +97,10 @@ def test_extras_are_installed_from_a_clone(file):
 def python() -> Iterator[Callable[[Run], None]]:
     with Runner() as runner:
 
-        def run(told: Run) -> None:
-            outcome = runner.run(told)
+        def run(task: Run) -> None:
+            outcome = runner.run(task)
             assert set(outcome.codes) == {0}, (
-                f"{told.page}:{told.line} ended with {outcome.codes}. A block runs as it stands; it must define all "
+                f"{task.page}:{task.line} ended with {outcome.codes}. A block runs as it stands; it must define all "
                 f"names but those in tests/documentation/docs_stand_ins.py.\n{outcome.output}"
             )
 

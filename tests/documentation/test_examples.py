@@ -102,8 +102,8 @@ def trained(server, job, tmp_path):
         outputs, saved = ([tmp_path / f"{rank}.{kind}" for rank in range(2)] for kind in ("txt", "pt"))
         processes = []
         for rank, (output, file) in enumerate(zip(outputs, saved, strict=True)):
-            told = [*arguments, "--save", str(file)], {**common, "RANK": str(rank)}, output
-            processes.append(STARTER.Process(target=run_script, args=(EXAMPLES / script, *told)))
+            run_arguments = [*arguments, "--save", str(file)], {**common, "RANK": str(rank)}, output
+            processes.append(STARTER.Process(target=run_script, args=(EXAMPLES / script, *run_arguments)))
             processes[-1].start()
         try:
             for process in processes:

@@ -96,10 +96,10 @@ def test_errors_of_commands_have_a_short_first_line(arguments, capsys):
 @pytest.mark.parametrize("error", BY_CODE.values(), ids=BY_CODE)
 def test_every_error_of_ours_breaks_a_long_sentence(error):
     sentence = "a thing: expected one of these, got another of those; " * 9
-    told = error(sentence)
-    assert len(first_line(told)) <= WIDTH
-    assert " ".join(str(told).split()) == sentence.strip()
-    assert told.message == sentence
+    instance = error(sentence)
+    assert len(first_line(instance)) <= WIDTH
+    assert " ".join(str(instance).split()) == sentence.strip()
+    assert instance.message == sentence
 
 
 @pytest.mark.parametrize("folder", ["client", "server", "statsd_bn"])

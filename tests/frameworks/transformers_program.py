@@ -33,7 +33,7 @@ class InOrder(Trainer):
 def main(folder: Path) -> None:
     model = client.convert_model(Network())
     steps = training.optimizer(model)
-    told = TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
         ddp_backend="gloo",
@@ -45,7 +45,7 @@ def main(folder: Path) -> None:
         disable_tqdm=True,
     )
     data = [{"x": x, "factors": factors} for x, factors in training.dataset()]
-    trainer = InOrder(model, told, train_dataset=data, optimizers=(steps, ConstantLR(steps, 1.0, 1)))
+    trainer = InOrder(model, arguments, train_dataset=data, optimizers=(steps, ConstantLR(steps, 1.0, 1)))
     with client.connect():
         trainer.train()
     training.save(model, folder)

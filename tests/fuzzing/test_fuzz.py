@@ -63,9 +63,9 @@ def _play_all(plays):
 
 
 def test_a_flood_finds_growing_memory(monkeypatch):
-    kept = []
+    leak = []
     receive = Dispatcher.receive
-    monkeypatch.setattr(Dispatcher, "receive", lambda *given: kept.append(None) or receive(*given))
-    monkeypatch.setattr(fuzz, "_resident_kib", lambda: len(kept) * 2**10)  # earlier tests may have left free memory
+    monkeypatch.setattr(Dispatcher, "receive", lambda *given: leak.append(None) or receive(*given))
+    monkeypatch.setattr(fuzz, "_resident_kib", lambda: len(leak) * 2**10)  # earlier tests may have left free memory
     with pytest.raises(fuzz.Grown):
         fuzz.flood(frames=3000, seed=0)

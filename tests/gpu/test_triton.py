@@ -265,9 +265,9 @@ def test_an_unchecked_round_keeps_no_call_alive():
 def test_a_call_keeps_no_rows_of_other_ranks():
     with kernels() as made:
         layer_of(4)(torch.randn(6, 4, device=DEVICE))
-    kept = made[0].first
-    assert not hasattr(kept, "rows")
-    assert kept.work.untyped_storage().nbytes() == 8 * (1 + 6 * 4 + 2 + 2 * 4)
+    forward_pass = made[0].first
+    assert not hasattr(forward_pass, "rows")
+    assert forward_pass.work.untyped_storage().nbytes() == 8 * (1 + 6 * 4 + 2 + 2 * 4)
 
 
 @pytest.mark.parametrize("shape", [(2**31, 1), (1, 2**16, 128)])
@@ -318,7 +318,7 @@ def empty(layer, x):
 def offloaded(layer, x):
     """With hooks that lose the layout of saved tensors, like `save_on_cpu`."""
     layer._check_input_dim = lambda _: None
-    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda kept: kept):
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda saved: saved):
         return layer(x.unsqueeze(3).contiguous(memory_format=torch.channels_last)).squeeze(3)
 
 
@@ -359,9 +359,9 @@ def test_kernels_launched(launch, samples, launches):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"), [("no type", "RuntimeError: no such type"), ("version", "Triton 3.4 or newer, got 3.2.0")]
+    ("wrong", "reason"), [("no type", "RuntimeError: no such type"), ("version", "Triton 3.4 or newer, got 3.2.0")]
 )
-def test_without_triton_torchs_operators_compute(launch, monkeypatch, caplog, wrong, told):
+def test_without_triton_torchs_operators_compute(launch, monkeypatch, caplog, wrong, reason):
     device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
     triton_exchange.works_on.cache_clear()
     assert triton_exchange.works_on(device, torch.float32)
@@ -372,4 +372,4 @@ def test_without_triton_torchs_operators_compute(launch, monkeypatch, caplog, wr
     for _ in range(2):
         assert not triton_exchange.works_on(device, torch.float16)
     triton_exchange.works_on.cache_clear()
-    assert caplog.text.count(f"Triton failed for torch.float16 on {device}") == caplog.text.count(told) == 1
+    assert caplog.text.count(f"Triton failed for torch.float16 on {device}") == caplog.text.count(reason) == 1

@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # torchrun twice
 @pytest.fixture
 def start(tmp_path):
     def run(*command, **environ):
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("STATSD_BN_")}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("STATSD_BN_")}
         path = os.pathsep.join([str(ROOT), str(TESTS)])
-        found = run_to_its_end(command, {**kept, "XDG_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": path, **environ})
+        found = run_to_its_end(command, {**inherited, "XDG_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": path, **environ})
         return found.splitlines()
 
     tmp_path.chmod(0o700)
@@ -70,10 +70,10 @@ def test_under_torchrun_ddps_broadcast_of_buffers_changes_no_bit(start):
 @needs("fully_shard")
 def test_under_torchrun_sharded_training_is_the_same_to_the_bit_whether_ranks_are_asked_or_not(start):
     lines = start(*TORCHRUN, "sharded,flat")
-    kept = start(*TORCHRUN, "sharded,flat", STATSD_BN_STACKS="0")
+    without_stacks = start(*TORCHRUN, "sharded,flat", STATSD_BN_STACKS="0")
     for program in ("sharded", "flat"):
         first, second = found_by(lines, program)
-        assert first == second == found_by(kept, program)[0]
+        assert first == second == found_by(without_stacks, program)[0]
     assert not warnings_in(lines)
 
 
@@ -101,8 +101,8 @@ def test_under_spawn_the_ranks_of_a_host_find_one_another(start, tmp_path):
 @pytest.mark.parametrize("program", ["unconnected", "too_early"])
 def test_under_spawn_unconnected_ranks_synchronise_over_the_process_group(start, tmp_path, program):
     lines = start(sys.executable, PROGRAMS, program, "2", str(tmp_path / "store"))
-    told = "INFO this process synchronises over torch's process group '0' of 2 ranks (gloo), without a server: "
-    assert sum(line.startswith(told + "a rank that hangs or is lost is not reported, ") for line in lines) == 2
+    text = "INFO this process synchronises over torch's process group '0' of 2 ranks (gloo), without a server: "
+    assert sum(line.startswith(text + "a rank that hangs or is lost is not reported, ") for line in lines) == 2
     means = {line.partition("running mean ")[2] for line in lines if "running mean " in line}
     assert len(means) == 1
 

@@ -128,8 +128,8 @@ def test_a_server_that_is_asked_again_at_the_last_moment_is_not_unreachable(monk
     answer = master.channel_pool._receive
 
     def answer_later(peer, frame):
-        told = answer(peer, frame)
-        threading.Timer(0.1, master.channel_pool.deliver, [told]).start()
+        replies = answer(peer, frame)
+        threading.Timer(0.1, master.channel_pool.deliver, [replies]).start()
         return []
 
     monkeypatch.setattr(master.channel_pool, "_receive", answer_later)
@@ -137,12 +137,12 @@ def test_a_server_that_is_asked_again_at_the_last_moment_is_not_unreachable(monk
         master.connect(0, 2, round_timeout=0.15)
 
 
-@pytest.mark.parametrize(("transport", "told"), [("auto", 0), ("shared_memory", 1)])
-def test_an_elastic_job_that_asks_for_shared_memory_is_warned(server, job, caplog, transport, told):
+@pytest.mark.parametrize(("transport", "nr_warnings"), [("auto", 0), ("shared_memory", 1)])
+def test_an_elastic_job_that_asks_for_shared_memory_is_warned(server, job, caplog, transport, nr_warnings):
     with client.connect(server.endpoint, job=job, rank=0, world_size=1, policy="elastic", transport=transport):
         pass
     text = f"job {job!r} exchanges rows over the server, and not in shared memory: the job is elastic"
-    assert caplog.messages.count(text) == told
+    assert caplog.messages.count(text) == nr_warnings
 
 
 OF_A_WORKER = """Caught OSError in DataLoader worker process 0.
@@ -174,9 +174,9 @@ def test_a_long_wait_for_the_group_to_fill_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.05)
     with pytest.raises(errors.GroupIncomplete), caplog.at_level("WARNING", "statsd_bn.client"):
         MemoryMaster().connect(0, 2, round_timeout=0.6)
-    told = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
-    assert told[0] == "job 'job', group 'world': waited 0 s for rank 1 to connect"
-    assert 2 <= len(told) <= 4, "in growing intervals"
+    messages = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
+    assert messages[0] == "job 'job', group 'world': waited 0 s for rank 1 to connect"
+    assert 2 <= len(messages) <= 4, "in growing intervals"
 
 
 def test_a_server_of_another_version_is_named(tmp_path):
@@ -220,8 +220,8 @@ def test_a_master_that_falls_silent_is_given_up_after_the_deadline(monkeypatch):
 def test_a_forked_child_must_not_use_its_parents_connection(server, job):
     """DataLoader workers inherit sockets; a child that used them would corrupt the parent's."""
     with client.connect(server.endpoint, job=job, round_timeout=30.0) as connection:
-        told = _told_by_forked_child(lambda: client.SlavePipe(connection, "bn").run_slave(ROW), connection.close)
-        assert "cannot use its connection" in told
+        text = _result_in_forked_child(lambda: client.SlavePipe(connection, "bn").run_slave(ROW), connection.close)
+        assert "cannot use its connection" in text
         assert client.SlavePipe(connection, "bn").run_slave(ROW).count == 1
 
 
@@ -231,11 +231,11 @@ def test_a_forked_child_connects_by_itself_while_its_parent_is_connected(server,
         return client.SlavePipe(connection, "bn").run_slave(ROW).count
 
     with client.connect(server.endpoint, job=job, round_timeout=30.0) as connection:
-        assert _told_by_forked_child(connect, client.disconnect) == "1"
+        assert _result_in_forked_child(connect, client.disconnect) == "1"
         assert client.SlavePipe(connection, "bn").run_slave(ROW).count == 1
 
 
-def _told_by_forked_child(program, end):
+def _result_in_forked_child(program, end):
     """The result of `program` in a forked child, as text; empty if the child timed out."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
@@ -247,16 +247,16 @@ def _told_by_forked_child(program, end):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(CHILD_SECONDS)
         try:
-            words = str(outcome(program)).encode()
+            result = str(outcome(program)).encode()
             end()
-            os.write(writer, words)
+            os.write(writer, result)
         finally:
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        told = pipe.read()
+        result = pipe.read()
     os.waitpid(child, 0)
-    return told
+    return result
 
 
 def test_it_counts_rounds_and_times_them():
@@ -293,6 +293,6 @@ def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_
 
 
 def test_an_uncaught_exception_at_the_end_of_a_script_is_the_cause_the_others_see(members, server, job):
-    (told,) = members(1, member_programs.wait_for_a_crashing_script, server.endpoint, f"{job}-crash", job=f"{job}-a")
-    assert isinstance(told, errors.ReplicaLost)
-    assert "failed with RuntimeError: the script crashed" in str(told)
+    (error,) = members(1, member_programs.wait_for_a_crashing_script, server.endpoint, f"{job}-crash", job=f"{job}-a")
+    assert isinstance(error, errors.ReplicaLost)
+    assert "failed with RuntimeError: the script crashed" in str(error)

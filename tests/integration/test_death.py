@@ -15,7 +15,7 @@ from support.starter import STARTER
 WAIT_SECONDS = 40.0
 
 
-class Company:
+class Workers:
     def __init__(self, endpoint: str, job: str, transport: str, store: str) -> None:
         pairs = [STARTER.Pipe() for _ in range(3)]
         self.pipes = [ours for ours, _ in pairs]
@@ -30,7 +30,7 @@ class Company:
             theirs.close()
         assert [self.answer(member) for member in range(3)] == ["ready"] * 3
 
-    def tell(self, command: Callable[..., object], *members: int) -> None:
+    def send(self, command: Callable[..., object], *members: int) -> None:
         for member in members:
             self.pipes[member].send(command.__name__)
 
@@ -39,7 +39,7 @@ class Company:
         return self.pipes[member].recv()
 
     def ask(self, command: Callable[..., object], *members: int) -> list[object]:
-        self.tell(command, *members)
+        self.send(command, *members)
         return [self.answer(member) for member in members]
 
     def send_signal(self, member: int, number: signal.Signals) -> None:
@@ -54,8 +54,8 @@ class Company:
 
 
 @pytest.fixture(params=TRANSPORTS)
-def company(impatient_server, job, request, tmp_path) -> Iterator[Company]:
-    found = Company(impatient_server.endpoint, job, request.param, str(tmp_path / "store"))
+def workers(impatient_server, job, request, tmp_path) -> Iterator[Workers]:
+    found = Workers(impatient_server.endpoint, job, request.param, str(tmp_path / "store"))
     try:
         assert found.ask(death_programs.exchange, 0, 1, 2) == [3, 3, 3]
         assert found.ask(death_programs.transport, 0, 1, 2) == [request.param] * 3
@@ -66,7 +66,7 @@ def company(impatient_server, job, request, tmp_path) -> Iterator[Company]:
 
 # For tests that use a processor for seconds: only `scripts/test --long` runs them over both transports.
 IN_ONE_TRANSPORT = pytest.mark.parametrize(
-    "company", [OVER_SERVER, pytest.param(SHARED_MEMORY, marks=pytest.mark.long)], indirect=True
+    "workers", [OVER_SERVER, pytest.param(SHARED_MEMORY, marks=pytest.mark.long)], indirect=True
 )
 
 DEATHS = pytest.mark.parametrize(
@@ -76,8 +76,8 @@ DEATHS = pytest.mark.parametrize(
 )
 
 
-def assert_lost(told: list[object], member: int, cause: str) -> None:
-    for error in told:
+def assert_lost(errors: list[object], member: int, cause: str) -> None:
+    for error in errors:
         assert isinstance(error, ReplicaLost), error
         assert f"rank {member} (" in str(error)
         assert f" was lost: {cause}" in str(error)
@@ -86,72 +86,72 @@ def assert_lost(told: list[object], member: int, cause: str) -> None:
 
 
 @DEATHS
-@pytest.mark.parametrize("company", [OVER_PROCESS_GROUP], indirect=True)
-def test_ranks_in_a_process_group_learn_of_a_death(company, number, cause):
-    company.tell(death_programs.exchange, 0, 1)
-    company.send_signal(2, number)
-    assert_lost([company.answer(0), company.answer(1)], 2, cause)
-    assert_lost(company.ask(death_programs.exchange, 0), 2, cause)
+@pytest.mark.parametrize("workers", [OVER_PROCESS_GROUP], indirect=True)
+def test_ranks_in_a_process_group_learn_of_a_death(workers, number, cause):
+    workers.send(death_programs.exchange, 0, 1)
+    workers.send_signal(2, number)
+    assert_lost([workers.answer(0), workers.answer(1)], 2, cause)
+    assert_lost(workers.ask(death_programs.exchange, 0), 2, cause)
 
 
 @DEATHS
-def test_ranks_in_a_round_learn_of_a_death(company, number, cause):
-    company.tell(death_programs.exchange, 0, 1)
-    company.send_signal(2, number)
-    assert_lost([company.answer(0), company.answer(1)], 2, cause)
+def test_ranks_in_a_round_learn_of_a_death(workers, number, cause):
+    workers.send(death_programs.exchange, 0, 1)
+    workers.send_signal(2, number)
+    assert_lost([workers.answer(0), workers.answer(1)], 2, cause)
 
 
 @DEATHS
-def test_ranks_between_rounds_learn_of_a_death_in_the_next_one(company, number, cause):
-    company.send_signal(2, number)
-    company.tell(death_programs.exchange, 0)
-    first = company.answer(0)
+def test_ranks_between_rounds_learn_of_a_death_in_the_next_one(workers, number, cause):
+    workers.send_signal(2, number)
+    workers.send(death_programs.exchange, 0)
+    first = workers.answer(0)
     # Member 1 has received nothing yet; its next round raises at once.
-    assert_lost([first, *company.ask(death_programs.exchange, 1)], 2, cause)
+    assert_lost([first, *workers.ask(death_programs.exchange, 1)], 2, cause)
 
 
-def test_a_frozen_rank_gets_the_error_when_it_continues(company):
-    company.send_signal(2, signal.SIGSTOP)
-    company.tell(death_programs.exchange, 0, 1)
+def test_a_frozen_rank_gets_the_error_when_it_continues(workers):
+    workers.send_signal(2, signal.SIGSTOP)
+    workers.send(death_programs.exchange, 0, 1)
     cause = "no sign of life for "
-    assert_lost([company.answer(0), company.answer(1)], 2, cause)
-    company.send_signal(2, signal.SIGCONT)
-    assert_lost(company.ask(death_programs.exchange, 2), 2, cause)
+    assert_lost([workers.answer(0), workers.answer(1)], 2, cause)
+    workers.send_signal(2, signal.SIGCONT)
+    assert_lost(workers.ask(death_programs.exchange, 2), 2, cause)
 
 
-def test_a_rank_frozen_in_a_round_gets_the_error_too(company):
-    company.tell(death_programs.exchange, 2)
-    company.tell(death_programs.exchange, 0)
-    company.send_signal(2, signal.SIGSTOP)
-    assert_lost([company.answer(0)], 2, "no sign of life for ")
-    company.send_signal(2, signal.SIGCONT)
-    assert_lost([company.answer(2)], 2, "no sign of life for ")
-
-
-@IN_ONE_TRANSPORT
-def test_a_rank_that_computes_in_python_between_rounds_is_not_lost(company):
-    company.tell(death_programs.exchange, 0, 1)
-    assert company.ask(death_programs.compute, 2) == [None]
-    assert company.ask(death_programs.exchange, 2) == [3]
-    assert [company.answer(member) for member in (0, 1)] == [3, 3]
+def test_a_rank_frozen_in_a_round_gets_the_error_too(workers):
+    workers.send(death_programs.exchange, 2)
+    workers.send(death_programs.exchange, 0)
+    workers.send_signal(2, signal.SIGSTOP)
+    assert_lost([workers.answer(0)], 2, "no sign of life for ")
+    workers.send_signal(2, signal.SIGCONT)
+    assert_lost([workers.answer(2)], 2, "no sign of life for ")
 
 
 @IN_ONE_TRANSPORT
-def test_a_rank_that_holds_pythons_global_lock_for_too_long_is_lost(company):
-    company.tell(death_programs.hold_the_lock, 2)
-    company.tell(death_programs.exchange, 0, 1)
-    assert_lost([company.answer(0), company.answer(1)], 2, "no sign of life for ")
-    assert company.answer(2) is None
-    assert_lost(company.ask(death_programs.exchange, 2), 2, "no sign of life for ")
+def test_a_rank_that_computes_in_python_between_rounds_is_not_lost(workers):
+    workers.send(death_programs.exchange, 0, 1)
+    assert workers.ask(death_programs.compute, 2) == [None]
+    assert workers.ask(death_programs.exchange, 2) == [3]
+    assert [workers.answer(member) for member in (0, 1)] == [3, 3]
 
 
 @IN_ONE_TRANSPORT
-def test_a_rank_that_closes_a_channel_after_an_error_is_not_lost(company):
-    company.tell(death_programs.exchange, 0, 1)
-    company.ask(death_programs.exchange_and_fail, 2)
-    failed = [company.answer(member) for member in (0, 1)]
+def test_a_rank_that_holds_pythons_global_lock_for_too_long_is_lost(workers):
+    workers.send(death_programs.hold_the_lock, 2)
+    workers.send(death_programs.exchange, 0, 1)
+    assert_lost([workers.answer(0), workers.answer(1)], 2, "no sign of life for ")
+    assert workers.answer(2) is None
+    assert_lost(workers.ask(death_programs.exchange, 2), 2, "no sign of life for ")
+
+
+@IN_ONE_TRANSPORT
+def test_a_rank_that_closes_a_channel_after_an_error_is_not_lost(workers):
+    workers.send(death_programs.exchange, 0, 1)
+    workers.ask(death_programs.exchange_and_fail, 2)
+    failed = [workers.answer(member) for member in (0, 1)]
     assert all(isinstance(error, StatsdBNError) and not isinstance(error, ReplicaLost) for error in failed)
-    company.tell(death_programs.exchange, 0, 1)
-    assert company.ask(death_programs.compute, 2) == [None]
-    assert company.ask(death_programs.exchange, 2) == [3]
-    assert [company.answer(member) for member in (0, 1)] == [3, 3]
+    workers.send(death_programs.exchange, 0, 1)
+    assert workers.ask(death_programs.compute, 2) == [None]
+    assert workers.ask(death_programs.exchange, 2) == [3]
+    assert [workers.answer(member) for member in (0, 1)] == [3, 3]

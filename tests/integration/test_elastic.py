@@ -255,18 +255,18 @@ def test_a_member_that_leaves_during_recovery_is_not_waited_for(world):
 def test_an_initial_member_unaware_of_the_opening_starts_with_the_others():
     """The master died while announcing the opening: one member knows that the group is open, the other starts anew."""
     world = PureWorld(2, 1)
-    told = world.members[0]
+    informed = world.members[0]
     world.silent.update(world.members)
     world.restart()
     world.silent.clear()
-    unheard = world.members[1]
-    unheard.session._server, unheard.session.members = NO_SERVER, NO_MEMBERS
-    told.forward(1.0)
-    unheard.register()
+    uninformed = world.members[1]
+    uninformed.session._server, uninformed.session.members = NO_SERVER, NO_MEMBERS
+    informed.forward(1.0)
+    uninformed.register()
     world.pass_time(1.0)
-    assert unheard.session.first_step == 0
-    unheard.forward(1.0)
-    assert told.total == unheard.total == ([0, 1], 2.0)
+    assert uninformed.session.first_step == 0
+    uninformed.forward(1.0)
+    assert informed.total == uninformed.total == ([0, 1], 2.0)
 
 
 def test_a_member_back_after_the_others_finished_does_not_train_alone(world):

@@ -39,28 +39,28 @@ def test_only_one_member_need_have_renewed_its_model(members):
 
 
 def test_an_average_of_the_model_in_eval_never_sends(members):
-    expected, expected_words, _ = life_programs.train_with_averages(None)
+    expected, expected_outputs, _ = life_programs.train_with_averages(None)
     found = members(2, life_programs.train_with_averages)
     for state, _, rounds in found:
         assert rounds == STEPS * 2 * 2, "steps, layers, phases"
         assert_equal(state, expected, TOLERANCE)
-    words = found[0][1]
-    assert len(words) == len(expected_words) == STEPS * 2 * 2, "steps, times, averages"
-    for said, whole in zip(words, expected_words, strict=True):
-        torch.testing.assert_close(said, whole)
+    outputs = found[0][1]
+    assert len(outputs) == len(expected_outputs) == STEPS * 2 * 2, "steps, times, averages"
+    for output, whole in zip(outputs, expected_outputs, strict=True):
+        torch.testing.assert_close(output, whole)
 
 
 @pytest.mark.parametrize("transport", HOST_TRANSPORTS)
 def test_forked_workers_load_and_evaluate_and_leave_the_connection_of_their_parent_alone(over, transport):
     expected, expected_output = life_programs.train_with_a_plain_loader()
     found = over(transport, 2, life_programs.train_with_forked_workers)
-    for state, _, told, process in found:
+    for state, _, errors, process in found:
         assert_equal(state, expected, TOLERANCE)
-        assert len(told) == STEPS
-        for words in told:
-            assert words.startswith("ConnectionClosed: ")
+        assert len(errors) == STEPS
+        for error in errors:
+            assert error.startswith("ConnectionClosed: ")
             what = "process group" if transport == PROCESS_GROUP else "connection"
-            assert re.search(rf"was forked from process {process} and cannot use its {what}", unwrap(words))
+            assert re.search(rf"was forked from process {process} and cannot use its {what}", unwrap(error))
     for step, whole in enumerate(expected_output):
         torch.testing.assert_close(torch.cat([evaluated[step] for _, evaluated, _, _ in found]), whole)
 

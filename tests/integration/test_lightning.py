@@ -52,8 +52,8 @@ def test_weights_and_running_statistics_are_those_of_the_whole_batch(found):
 
 
 def test_a_late_rank_gets_a_stack_request(found):
-    told = " ".join(found[1]["told"])
-    assert re.search(r"rank 0 is in .*lightning_program.py:\d+ on_train_batch_start", told), told
+    log = " ".join(found[1]["log"])
+    assert re.search(r"rank 0 is in .*lightning_program.py:\d+ on_train_batch_start", log), log
 
 
 def test_the_training_changes_every_weight_that_learns():

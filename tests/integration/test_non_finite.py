@@ -43,8 +43,8 @@ def steps_over(over):
 def test_the_first_one_is_reported_with_its_ranks(steps_over, transport, value, bearers):
     found = steps_over(transport, value, "forward", bearers, "warn")
     names = [f"rank {rank} ({socket.gethostname()}, pid {pid})" for rank, (*_, pid) in enumerate(found)]
-    for rank, (told, raised, moved, _) in enumerate(found):
-        ((level, text),) = told
+    for rank, (lines, raised, moved, _) in enumerate(found):
+        ((level, text),) = lines
         is_own = rank in bearers
         assert level == ("ERROR" if is_own else "WARNING")
         assert f"layer {non_finite_programs.NAME!r}, forward, step 1, " in text
@@ -61,9 +61,9 @@ def test_the_first_one_is_reported_with_its_ranks(steps_over, transport, value, 
 def test_all_ranks_may_raise_before_anything_has_moved(steps_over, transport):
     found = steps_over(transport, math.nan, "forward", [1], "raise", on_nonfinite="raise")
     name = f"rank 1 ({socket.gethostname()}, pid {found[1][-1]})"
-    for told, raised, moved, _ in found:
+    for lines, raised, moved, _ in found:
         ((step, fields, text),) = raised
-        assert (told, step, fields["members"], fields["names"], fields["phase"]) == ([], 1, [1], [name], "forward")
+        assert (lines, step, fields["members"], fields["names"], fields["phase"]) == ([], 1, [1], [name], "forward")
         assert (fields["non_finite_channels"], fields["channels"], fields["kinds"]) == (1, 4, ["NaN"])
         assert text.startswith("rank 1 sent non-finite values: ")
         assert f"\n  {name}\n" in text
@@ -87,8 +87,8 @@ def test_masked_values_are_no_finding(steps_over, transport):
 @pytest.mark.parametrize("how", ["with a scaler", "plain"])
 def test_gradients_that_overflow_are_mentioned_once_and_end_no_run(steps_over, transport, policy, how):
     value, bearers = (1.0, []) if how == "with a scaler" else (math.inf, [1])
-    for told, raised, moved, _ in steps_over(transport, value, "backward", bearers, policy, how, on_nonfinite=policy):
-        ((level, text),) = told
+    for lines, raised, moved, _ in steps_over(transport, value, "backward", bearers, policy, how, on_nonfinite=policy):
+        ((level, text),) = lines
         assert (level, raised, moved) == ("INFO", [], 3)
         assert f"backward, step {0 if how == 'with a scaler' else 1}, " in text
         assert text.endswith("; a GradScaler skips such a step")
@@ -97,13 +97,13 @@ def test_gradients_that_overflow_are_mentioned_once_and_end_no_run(steps_over, t
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_non_finite_gradients_are_reported_before_their_consequences(steps_over, transport):
     found = steps_over(transport, math.nan, "backward", [1], "warn", "and then forward")
-    for rank, (told, *_) in enumerate(found):
+    for rank, (lines, *_) in enumerate(found):
         levels = ["INFO", "WARNING", "ERROR"]
         places = [" backward, step 1, ", " backward, step 1, ", " forward, step 2, "]
-        assert [level for level, _ in told] == levels
-        assert all(place in text for place, (_, text) in zip(places, told, strict=True))
-        assert "rank 1" in told[1][1]
-        assert f" rank {rank} (" in told[2][1]
+        assert [level for level, _ in lines] == levels
+        assert all(place in text for place, (_, text) in zip(places, lines, strict=True))
+        assert "rank 1" in lines[1][1]
+        assert f" rank {rank} (" in lines[2][1]
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_non_finite_gradients_are_reported_before_their_consequences(steps_over,
 def test_it_is_reported_for_calls_of_any_kind(steps_over, transport, how):
     for phase, levels in (("forward", ["WARNING", "ERROR", "WARNING"]), ("backward", ["INFO"] * RANKS)):
         found = steps_over(transport, math.nan, phase, [1], "warn", how)
-        assert [[level for level, _ in told] for told, *_ in found] == [[level] for level in levels]
+        assert [[level for level, _ in lines] for lines, *_ in found] == [[level] for level in levels]
 
 
-@pytest.mark.parametrize(("policy", "told"), [("warn", 1), ("raise", 1), ("ignore", 0)])
-def test_the_metrics_count_non_finite_rounds_unless_they_are_ignored(policy, told):
-    def bring(connection, value: float) -> None:
+@pytest.mark.parametrize(("policy", "count"), [("warn", 1), ("raise", 1), ("ignore", 0)])
+def test_the_metrics_count_non_finite_rounds_unless_they_are_ignored(policy, count):
+    def contribute(connection, value: float) -> None:
         connection.member = replace(connection.member, on_nonfinite=policy)
         transport, rows = SlavePipe(connection, "bn"), Rows((1,), np.full((1, 2, 1), value))
         try:
@@ -131,8 +131,8 @@ def test_the_metrics_count_non_finite_rounds_unless_they_are_ignored(policy, tol
             assert policy == "raise"
 
     with MemoryMaster().connect(0, 1) as connection:
-        for value, expected in ((1.0, 0), (math.nan, told), (1.0, told)):
-            bring(connection, value)
+        for value, expected in ((1.0, 0), (math.nan, count), (1.0, count)):
+            contribute(connection, value)
             assert connection.metrics()["statsd_bn/non_finite"] == expected
 
 
@@ -152,8 +152,8 @@ def test_of_several_replicas_of_a_process_the_one_is_named(caplog):
     with client.connect(), caplog.at_level("INFO", "statsd_bn.client"):
         model(x)
         model(x)
-    told = [record for record in caplog.records if "non-finite" in record.getMessage()]
-    assert [record.levelname for record in told] == ["ERROR"]
-    text = told[0].getMessage()
+    records = [record for record in caplog.records if "non-finite" in record.getMessage()]
+    assert [record.levelname for record in records] == ["ERROR"]
+    text = records[0].getMessage()
     assert text.startswith("first non-finite: layer 'bn', forward, rank 0 (")
     assert text.endswith(", replica 2), 1 of 4 channels (inf)")

@@ -124,8 +124,8 @@ def test_with_keys_it_refuses_others_and_no_key_is_in_a_file_or_an_argument(star
     keys = server_keys(SECRET, "job")
     master = start("tcp://0.0.0.0:*", keys=keys)
     assert (list(tmp_path.iterdir()), written) == ([], [])
-    for told in ("cmdline", "environ"):
-        held = (PROC / str(master._process.pid) / told).read_bytes().decode()
+    for file in ("cmdline", "environ"):
+        held = (PROC / str(master._process.pid) / file).read_bytes().decode()
         assert not [secret for secret in (SECRET, keys.pair.secret) if secret in held]
     endpoint = master.endpoint.replace("//0.0.0.0", "//127.0.0.1")
     assert keys.pair.secret not in repr(keys)

@@ -30,31 +30,31 @@ def test_after_20_steps_weights_and_buffers_are_those_of_the_whole_batch(members
 
 @pytest.mark.parametrize("way", fsdp_programs.WAYS)
 def test_sharded_layers_are_left_and_reported(members, tmp_path, way):
-    for (converting, told), (reverting, told_then) in members(
+    for (converting, conversion_warnings), (reverting, reversion_warnings) in members(
         2, fsdp_programs.convert_what_is_sharded, str(tmp_path / "store"), way
     ):
         assert converting
         assert reverting
-        assert [len(told), len(told_then)] == [1, 1]
-        assert "stem.1' (" in told_then[0]
-        assert ") and 1 more of its class, '" in told_then[0]
-        assert "head.2' (" in told_then[0]
-        assert "left 3 layers unsynchronised: '" in told[0]
-        assert "sharded by FSDP; convert the model first" in told[0]
+        assert [len(conversion_warnings), len(reversion_warnings)] == [1, 1]
+        assert "stem.1' (" in reversion_warnings[0]
+        assert ") and 1 more of its class, '" in reversion_warnings[0]
+        assert "head.2' (" in reversion_warnings[0]
+        assert "left 3 layers unsynchronised: '" in conversion_warnings[0]
+        assert "sharded by FSDP; convert the model first" in conversion_warnings[0]
 
 
 def test_a_distributed_input_is_refused_and_its_part_is_taken(members, tmp_path):
     found = members(2, fsdp_programs.give_a_dtensor, str(tmp_path / "store"))
     expected = nn.BatchNorm1d(2)(torch.arange(8.0).view(4, 2)).detach()
-    for told, _ in found:
-        assert "expected a local input and local parameters, got a DTensor" in unwrap(told)
+    for error, _ in found:
+        assert "expected a local input and local parameters, got a DTensor" in unwrap(error)
     torch.testing.assert_close(torch.cat([part for _, part in found]), expected)
 
 
 def test_a_part_of_a_sharded_model_is_left_as_well(members, tmp_path):
-    for is_left, told in members(2, fsdp_programs.convert_a_part, str(tmp_path / "store")):
+    for is_left, warnings in members(2, fsdp_programs.convert_a_part, str(tmp_path / "store")):
         assert is_left
-        assert [text.partition(". ")[0] for text in told] == [
+        assert [text.partition(". ")[0] for text in warnings] == [
             "convert_model left 1 layer unsynchronised: '1' (BatchNorm2d: sharded by FSDP; convert the model first)"
         ]
 

@@ -55,7 +55,7 @@ def test_a_mismatch_of_channels_has_the_numbers_on_all_ranks(ranks):
 
 
 @pytest.mark.parametrize(
-    ("what", "place", "number", "told"),
+    ("what", "place", "number", "problem"),
     [
         ("layer", process_group.ROWS, 2**40, "expected 1 to 64 rows from rank 1, got 1099511627776"),
         ("layer", process_group.ROWS, -3, "expected 1 to 64 rows from rank 1, got -3"),
@@ -65,10 +65,10 @@ def test_a_mismatch_of_channels_has_the_numbers_on_all_ranks(ranks):
         ("gather", process_group.FIRST_ROW, 2**50, "expected 0 to 1099511627776 bytes from rank 1"),
     ],
 )
-def test_numbers_that_no_rank_can_have_are_refused_by_all(ranks, what, place, number, told):
+def test_numbers_that_no_rank_can_have_are_refused_by_all(ranks, what, place, number, problem):
     for text in ranks(2, process_group_programs.lie, what, place, number):
         assert text.startswith("ProtocolError: ")
-        assert told in text
+        assert problem in text
 
 
 def test_a_rank_of_a_smaller_process_group_is_named_as_in_the_job(ranks):
@@ -76,15 +76,15 @@ def test_a_rank_of_a_smaller_process_group_is_named_as_in_the_job(ranks):
     for members, text in found:
         assert members == [2]
         assert text.startswith("rank 2 sent non-finite values: ")
-    _, *told = ranks(3, process_group_programs.lie_in_a_pair)
-    for text in told:
+    _, *texts = ranks(3, process_group_programs.lie_in_a_pair)
+    for text in texts:
         assert "expected 1 to 64 rows from rank 2, got 1000" in text
 
 
 def test_a_rank_that_is_alone_in_its_process_group_is_named_as_in_the_job(ranks):
-    healthy, told = ranks(2, process_group_programs.spoil_alone)
+    healthy, error = ranks(2, process_group_programs.spoil_alone)
     assert healthy == "no error"
-    assert told.startswith("rank 1 sent non-finite values: ")
+    assert error.startswith("rank 1 sent non-finite values: ")
 
 
 def test_a_gather_beside_a_layer_is_a_mismatch_on_all_ranks(ranks):
@@ -140,8 +140,8 @@ def test_a_rank_whose_data_differ_is_named_by_the_first_rank_without_a_server(ra
     here = re.escape(socket.gethostname())
     assert re.match(rf"process group '0': skew: rank 2 \({here}, pid \d+\): since step \d+ its activations vary", skew)
     assert all("skew" not in text for texts, _ in others for text in texts)
-    told = [first, *(texts for texts, _ in others)]
-    spoilt = [text for texts in told for text in texts if "first non-finite" in text]
+    logs = [first, *(texts for texts, _ in others)]
+    spoilt = [text for texts in logs for text in texts if "first non-finite" in text]
     assert len(spoilt) == 3
     (who,) = {re.search(r"rank 1 \((.*?, pid \d+)\)", text)[1] for text in spoilt}
     assert who.startswith(f"{socket.gethostname()}, ")

@@ -14,7 +14,7 @@ import pytest
 
 from client.session.protocol.member import OVER_SERVER
 from conftest import running_server
-from integration.test_death import Company
+from integration.test_death import Workers
 from programs import death_programs
 from server import Service
 from server.cli.status import ask
@@ -181,8 +181,8 @@ def patient() -> Iterator[str]:
 
 
 @pytest.fixture
-def company(patient, job, tmp_path) -> Iterator[Company]:
-    found = Company(patient, job, OVER_SERVER, str(tmp_path / "store"))
+def workers(patient, job, tmp_path) -> Iterator[Workers]:
+    found = Workers(patient, job, OVER_SERVER, str(tmp_path / "store"))
     try:
         assert found.ask(death_programs.exchange, 0, 1, 2) == [3, 3, 3]
         yield found
@@ -194,16 +194,16 @@ def waits_only_for(endpoint: str, member: int) -> bool:
     return any(waiting["missing"] == [member] for group in ask(endpoint)["groups"] for waiting in group["waiting"])
 
 
-def test_a_rank_killed_with_an_unread_answer_is_detected_by_its_connection(company, patient):
-    company.tell(death_programs.exchange, 0, 2)
+def test_a_rank_killed_with_an_unread_answer_is_detected_by_its_connection(workers, patient):
+    workers.send(death_programs.exchange, 0, 2)
     wait_until(lambda: waits_only_for(patient, 1))
-    company.send_signal(2, signal.SIGSTOP)
-    assert [*company.ask(death_programs.exchange, 1), company.answer(0)] == [3, 3]
-    company.tell(death_programs.exchange, 0, 1)
+    workers.send_signal(2, signal.SIGSTOP)
+    assert [*workers.ask(death_programs.exchange, 1), workers.answer(0)] == [3, 3]
+    workers.send(death_programs.exchange, 0, 1)
     killed = time.monotonic()
-    company.send_signal(2, signal.SIGKILL)
+    workers.send_signal(2, signal.SIGKILL)
     for member in (0, 1):
-        error = company.answer(member)
+        error = workers.answer(member)
         assert isinstance(error, ReplicaLost), error
         assert (error.fields["member"], error.fields["cause"]) == (2, "the connection was lost")
     # Far above the second that detection takes, far below `SILENCE_SECONDS`.

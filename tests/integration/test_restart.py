@@ -79,7 +79,7 @@ def test_kills_at_random_moments_change_no_bit(pool, servers, endpoint, seed, tr
         server.send_signal(chance.choice((signal.SIGKILL, signal.SIGTERM)))
         server.wait(timeout=10)
         server = servers()
-    assert [future.exception() for future in futures if future.done()] == [], "the kills came while it trained"
+    assert [future.exception() for future in futures if future.done()] == [], "all kills come while the job trains"
     assert [future.result(timeout=60) for future in futures] == undisturbed
 
 
@@ -162,7 +162,7 @@ def come_back(world, session, key):
     world.send(session, *session.resync_frames(), session.contribution(key, rows_of(session.member.rank)))
 
 
-def test_a_round_answered_to_one_member_only_has_the_same_bytes_after_a_restart():
+def test_a_round_that_only_one_member_got_has_the_same_bytes_after_a_restart():
     world = World()
     ahead, *others = world.members
     for number, session in enumerate(world.members):
@@ -236,7 +236,7 @@ def test_only_the_latest_results_are_resent_in_order():
 
 
 def test_a_group_is_restored_even_if_a_member_has_no_round_left():
-    """The master answers member 1 of the pair and dies; member 1 continues elsewhere, and member 0 still waits."""
+    """The master answers member 1 of the pair and dies; member 1 has no further round, and member 0 still waits."""
     pair = World("pair", 2)
     waiting, done = pair.members
     for number, session in enumerate(pair.members):
@@ -282,9 +282,9 @@ def test_a_member_that_does_not_reconnect_is_lost_in_time():
     world.deliver(world.dispatcher.tick(world.now))
     for session in (first, second):
         # The answer to the round, and the failure of the job on the heartbeat socket.
-        lost, news = sorted(world.read(session), key=lambda told: told.key is None)
+        lost, notice = sorted(world.read(session), key=lambda failure: failure.key is None)
         assert (lost.code, lost.key, lost.fields["member"]) == ("replica_lost", key, 2)
-        assert (news.code, news.key, news.fields) == ("replica_lost", None, lost.fields)
+        assert (notice.code, notice.key, notice.fields) == ("replica_lost", None, lost.fields)
         assert "rank 2 did not reconnect after the server was restarted" in lost.message
     world.send(first, first.register())
     assert codes(world.read(first)) == ["replica_lost"]
@@ -307,7 +307,7 @@ def test_members_with_different_results_of_one_round_break_the_group():
         assert failure.fields["member"] == 2
 
 
-def test_the_rows_of_all_members_go_before_a_result_that_differs_from_their_sum(caplog):
+def test_the_rows_of_all_members_prevail_over_a_result_that_differs_from_their_sum(caplog):
     world, key = restarted(min_members=1)
     for session in world.members:
         register, result = map(decode, session.resync_frames())

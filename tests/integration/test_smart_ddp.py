@@ -18,8 +18,8 @@ STORE = "store"
 
 def test_a_graph_that_changes_fails_with_a_static_graph(members, tmp_path):
     """A branch that the first step does not use, as in yolov5#10410."""
-    for told in members(2, ddp_programs.train, str(tmp_path / STORE)):
-        assert "not compatible with static_graph" in told
+    for error in members(2, ddp_programs.train, str(tmp_path / STORE)):
+        assert "not compatible with static_graph" in error
 
 
 def test_micro_batches_under_no_sync_move_the_statistics_once(members, tmp_path):

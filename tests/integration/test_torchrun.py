@@ -92,10 +92,10 @@ def test_a_rank_with_brighter_images_is_named_over_the_default_transport_also_by
         assert run.line("transport") == "transport shared_memory"
         assert run.line("found") == "found skew of rank 2 in layer 1"
         assert run.end() == 0, run.errors
-        (told,) = [line for line in run.errors.splitlines() if "skew:" in line]
-        assert "rank 2 (" in told
-        assert "): since step " in told
-        assert told.endswith(" in 1, and differ in 1 later layer")
+        (finding,) = [line for line in run.errors.splitlines() if "skew:" in line]
+        assert "rank 2 (" in finding
+        assert "): since step " in finding
+        assert finding.endswith(" in 1, and differ in 1 later layer")
 
 
 SCRIPT = ROOT / "tests" / "programs" / "compiled_ddp_program.py"

@@ -108,9 +108,9 @@ def test_an_extra_forward_on_one_rank_is_a_mismatch_with_all_places(tmp_path, wr
         said = run.survivor_ends(0)
         assert "layer '1'" in said
         assert "rank 1 (" in said
-        for told in (said, run.stderr(1)):
-            assert told.count("deadlock: the ranks wait in different places") == 1
-            assert "RoundMismatch" in told
+        for output in (said, run.stderr(1)):
+            assert output.count("deadlock: the ranks wait in different places") == 1
+            assert "RoundMismatch" in output
         assert "job 'default'" in said
         if wrapper == BROADCAST:
             assert "_sync_buffers, called from fault_programs.py" in run.stderr(1)

@@ -20,7 +20,7 @@ WHAT = "statsd_bn.errors.RoundMismatch: deadlock: the ranks wait in different pl
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory) -> dict[str, str]:
+def stderr(tmp_path_factory) -> dict[str, str]:
     def run_into_it(folder: Path) -> None:
         # Without a launcher: torchrun might end the slower rank before it has raised.
         environ = {"STATSD_BN_LOG_LEVEL": "info", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -42,15 +42,15 @@ def traceback_of(text: str) -> str:
 
 
 @pytest.mark.parametrize(("rank", "function"), [("0", "forward"), ("1", "backward")])
-def test_a_traceback_shows_one_frame_of_ours_below_the_users_line(told, rank, function):
-    frames = FRAME.findall(traceback_of(told[rank]))
+def test_a_traceback_shows_one_frame_of_ours_below_the_users_line(stderr, rank, function):
+    frames = FRAME.findall(traceback_of(stderr[rank]))
     assert [name for file, name in frames if file.startswith(OURS)] == [function]
     assert [name for file, name in frames if file == str(PROGRAM)] == ["<module>", "main"]
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_the_error_has_a_short_first_line_and_a_row_for_each_rank(told, rank):
-    lines = [line for line in told[rank].splitlines() if not line.startswith("20")]  # without lines of logs
+def test_the_error_has_a_short_first_line_and_a_row_for_each_rank(stderr, rank):
+    lines = [line for line in stderr[rank].splitlines() if not line.startswith("20")]  # without lines of logs
     first = lines.index(WHAT)
     assert len(lines[first]) <= 120
     zero, one, where, advice, see = lines[first + 1 : first + 6]
@@ -63,8 +63,8 @@ def test_the_error_has_a_short_first_line_and_a_row_for_each_rank(told, rank):
     assert see == "see docs/errors.md#roundmismatch"
 
 
-def test_the_servers_log_has_a_deadlock_once(told):
-    log = [line for line in told["0"].splitlines() if line.startswith("20")]
+def test_the_servers_log_has_a_deadlock_once(stderr):
+    log = [line for line in stderr["0"].splitlines() if line.startswith("20")]
     assert len([line for line in log if "deadlock: the ranks wait" in line]) == 1
     leaving = [line for line in log if line.endswith("leaves after the same RoundMismatch")]
     assert len(leaving) == len({RANK.search(line).group() for line in leaving}) == 2

@@ -226,8 +226,8 @@ def test_averaging_without_a_finished_member_is_logged_once(members):
 
 
 def test_a_step_before_the_first_pass_fails_while_others_wait_for_it(members):
-    told = members(2, uneven_programs.step_before_a_pass)
-    assert all("client.join()" in text for text in told)
+    errors = members(2, uneven_programs.step_before_a_pass)
+    assert all("client.join()" in text for text in errors)
 
 
 def test_a_rank_that_catches_an_exception_of_its_pass_waits_for_the_next_one(members):
@@ -248,9 +248,9 @@ def test_a_pass_that_ends_within_a_mini_batch_ends_it(members):
 @pytest.mark.parametrize(("torchs", "least"), [(True, 1), (False, 1), (False, 2)], ids=["torch's", "ours", "later"])
 def test_one_of_both_joins_alone_is_a_mismatch_at_once(members, tmp_path, torchs, least):
     """The rank with more data waits in a layer under torch's Join, under ours in a collective of DDP."""
-    told = members(2, uneven_programs.train_under_one_join, torchs, least, str(tmp_path / "rendezvous"))
-    assert told[torchs][0] == "RoundMismatch"
-    text = told[torchs][1]
+    errors = members(2, uneven_programs.train_under_one_join, torchs, least, str(tmp_path / "rendezvous"))
+    assert errors[torchs][0] == "RoundMismatch"
+    text = errors[torchs][1]
     assert "in a collective of torch" in text
     where, advice = ("forward of layer '1'", "Run the same layers") if torchs else ("client.join", "with Join([ddp]), ")
     assert where in text

@@ -92,7 +92,7 @@ def opened(chromium, tmp_path):
     assert found == []
 
 
-def words(state):
+def heading(state):
     return re.split(r"[:;{]| for ", TEXTS[state])[0]
 
 
@@ -100,10 +100,10 @@ def test_banner_list_title_and_spoken_text_agree_in_every_state(chromium, opened
     change = opened(others=["unet"])
     for state in STATES:
         change(state, others=["unet"])
-        wait_for(chromium, words(state), "#banner h2", 5)
+        wait_for(chromium, heading(state), "#banner h2", 5)
         for of in ("#jobs [aria-current]", "#spoken", "title"):
             found = chromium.execute_script("return document.querySelector(arguments[0]).textContent", of)
-            assert words(state) in found.replace("\u00a0", " "), of
+            assert heading(state) in found.replace("\u00a0", " "), of
         assert ADVICE.get(state, "") in text(chromium, "#banner")
         assert errors(chromium) == [], state
 
@@ -113,7 +113,7 @@ def test_axe_finds_nothing_in_any_state_and_nothing_scrolls_sideways(chromium, o
     change = opened()
     for state in [*STATES, "empty"]:
         change(state, others=() if state == "empty" else ["unet", "z" * 200])
-        wait_for(chromium, words(state) if state in TEXTS else "No job yet", "#banner h2", 5)
+        wait_for(chromium, heading(state) if state in TEXTS else "No job yet", "#banner h2", 5)
         for width in WIDTHS:
             show(chromium, width, prefers_color_scheme=scheme)
             assert violations(chromium, axe) == [], (state, width)
@@ -172,7 +172,7 @@ def test_a_layer_with_nan_does_not_claim_that_its_ranks_agree(chromium, opened):
 
 
 @pytest.mark.parametrize(
-    ("state", "words"),
+    ("state", "pattern"),
     [
         ("data", r"since step 64, about \d\d:\d\d:\d\d \(1[01] min\)"),
         ("slow", r"since about \d\d:\d\d:\d\d \(3 min\)"),
@@ -180,9 +180,9 @@ def test_a_layer_with_nan_does_not_claim_that_its_ranks_agree(chromium, opened):
         ("waiting", r"since \d\d:\d\d:\d\d \(1\d s\)"),
     ],
 )
-def test_the_banner_says_since_when(chromium, opened, state, words):
+def test_the_banner_says_since_when(chromium, opened, state, pattern):
     opened(state)
-    assert re.search(rf"^{words}$", text(chromium, "#banner .facts"), re.MULTILINE)
+    assert re.search(rf"^{pattern}$", text(chromium, "#banner .facts"), re.MULTILINE)
 
 
 def test_a_malformed_link_shows_the_job_that_needs_attention(chromium, opened):

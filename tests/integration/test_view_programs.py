@@ -69,8 +69,8 @@ def viewing(*arguments):
             asked = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})
             with urllib.request.urlopen(asked, timeout=WAIT_SECONDS) as answer:  # noqa: S310
                 # The stream does not end; its first line is the newest snapshot.
-                told = answer.readline() if path == "events" else answer.read()
-            return told.decode()
+                body = answer.readline() if path == "events" else answer.read()
+            return body.decode()
 
         yield fetch
 
@@ -114,11 +114,11 @@ def test_reported_figures_are_in_the_heat_map(server, job):
             # The server drops samples that come sooner.
             time.sleep(MIN_SECONDS + 0.7)
         with viewing(server.endpoint) as fetch:
-            told = json.loads(fetch("heat", job=job, group="world"))
-    assert sorted(told["layers"]) == sorted("\n".join(named).split("\n"))
-    assert len(told["layers"]) * members * 32 > limits.MAX_FIGURES_BYTES
-    assert told["eta2"][0] == pytest.approx(0.355)
-    parts = np.frombuffer(base64.b64decode(told["parts"]), "<f4").reshape(-1, members)
+            heat = json.loads(fetch("heat", job=job, group="world"))
+    assert sorted(heat["layers"]) == sorted("\n".join(named).split("\n"))
+    assert len(heat["layers"]) * members * 32 > limits.MAX_FIGURES_BYTES
+    assert heat["eta2"][0] == pytest.approx(0.355)
+    parts = np.frombuffer(base64.b64decode(heat["parts"]), "<f4").reshape(-1, members)
     assert parts[0, 7] == np.float32(0.1)
 
 
@@ -185,8 +185,8 @@ def test_invalid_addresses_of_the_page_are_refused(address, capsys):
 
 
 def test_by_default_the_page_is_at_a_port_of_loopback(server, monkeypatch):
-    told = []
-    monkeypatch.setattr("server.view.web.serve", lambda *arguments: told.append(arguments))
+    calls = []
+    monkeypatch.setattr("server.view.web.serve", lambda *arguments: calls.append(arguments))
     assert main(["view", server.endpoint]) == 0
-    ((feed, *address, _),) = told
+    ((feed, *address, _),) = calls
     assert (feed.snapshot["endpoint"], address) == (server.endpoint, ["127.0.0.1", 8321])

@@ -19,10 +19,10 @@ def test_the_server_knows_of_steps_rounds_and_infinity(over, transport):
     found = over(transport, 2, watched_programs.train_and_ask)
     steps, rounds = watched_programs.STEPS, 3 * watched_programs.STEPS + 2  # the first layer has no backward round
     assert [of_rank[:3] for of_rank in found] == [(OVER_PROCESS_GROUP, rounds, steps)] * 2
-    told = found[0][3]
-    assert [(member["transport"], member["step"]) for member in told["members"]] == [(OVER_PROCESS_GROUP, steps)] * 2
-    assert told["rounds_done"] >= rounds
-    assert f", forward, step {steps}, rank 1 (" in told["non_finite"][0]
+    report = found[0][3]
+    assert [(member["transport"], member["step"]) for member in report["members"]] == [(OVER_PROCESS_GROUP, steps)] * 2
+    assert report["rounds_done"] >= rounds
+    assert f", forward, step {steps}, rank 1 (" in report["non_finite"][0]
 
 
 def test_a_checkpoint_of_the_first_step_runs_no_second_round(over):
@@ -78,15 +78,15 @@ def test_a_script_ends_at_once_although_gloo_waits_for_a_frozen_rank(impatient_s
     command = [sys.executable, watched_programs.__file__, impatient_server.endpoint, job, str(tmp_path / "store")]
     ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
     try:
-        _, told = ranks[0].communicate(timeout=40)
+        _, stderr = ranks[0].communicate(timeout=40)
     finally:
         for process in ranks:
             process.kill()
             process.communicate()
     assert ranks[0].returncode == 1
-    assert "ReplicaLost" in told
-    assert " was lost: no sign of life for " in unwrap(told)
-    assert told.splitlines()[-1] == "exiting at once: torch's threads still wait for a lost rank"
+    assert "ReplicaLost" in stderr
+    assert " was lost: no sign of life for " in unwrap(stderr)
+    assert stderr.splitlines()[-1] == "exiting at once: torch's threads still wait for a lost rank"
 
 
 def test_a_collective_that_finishes_just_after_its_timeout_has_not_failed():

@@ -80,11 +80,11 @@ def launch(tmp_path):
 
 @pytest.fixture
 def environ(monkeypatch):
-    kept = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(own_server, "_stores", {})
     # Each thread plays a process, but they would share this counter.
     monkeypatch.setattr(own_server, "_entries", itertools.repeat(0))
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.port)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     for name, value in ({"TORCHELASTIC_USE_AGENT_STORE": "True"} | address).items():
         monkeypatch.setenv(name, value)
     yield {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **address}
@@ -123,7 +123,7 @@ def test_member_0_is_at_its_end_and_stays_until_the_others_are(launch, program):
     first.line("at the end")
     with pytest.raises(subprocess.TimeoutExpired):
         first.process.wait(1.0)
-    second.tell("go on")
+    second.write_line("go on")
     second.line("covers 1")
     assert (first.end(), second.end()) == (0, 0)
     assert first.leaves_nothing()
@@ -137,7 +137,7 @@ def test_a_member_that_was_busy_when_its_master_ended_does_not_wait_for_another(
         process.line("covers 2")
     first.process.send_signal(signal.SIGKILL)
     assert first.leaves_nothing()
-    second.tell("go on")
+    second.write_line("go on")
     assert "rank 0" in second.line("ReplicaLost")
     assert second.end() == 0
 
@@ -178,11 +178,11 @@ def test_another_user_cannot_find_or_join_the_server_that_member_0_has_started(l
     first, second = launch("go_on_after_member_0", 2, MASTER_PORT=port)
     first.line("at the end")
     known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    told = as_another_user(STRANGER, known)
-    assert len(told) == 3
-    for line in told:
+    lines = as_another_user(STRANGER, known)
+    assert len(lines) == 3
+    for line in lines:
         assert re.match(rf"ServerUnreachable this user \(uid {NOBODY}\) cannot open ipc://.*: Permission denied", line)
-    second.tell("go on")
+    second.write_line("go on")
     second.line("covers 1")
     assert (first.end(), second.end()) == (0, 0)
 
@@ -197,8 +197,8 @@ def announced(environ, endpoint: str) -> dict[str, str]:
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
 def test_a_server_in_a_folder_that_others_can_write_to_is_not_joined(environ, tmp_path, mode):
     tmp_path.chmod(mode)
-    told = rf"expected a socket in a folder that other users cannot write to, got {tmp_path}"
-    with pytest.raises(ConfigurationError, check=says(told)):
+    problem = rf"expected a socket in a folder that other users cannot write to, got {tmp_path}"
+    with pytest.raises(ConfigurationError, check=says(problem)):
         join(announced(environ, f"ipc://{tmp_path}/server"), 1, open_connection)
 
 
@@ -227,8 +227,8 @@ def test_on_several_nodes_all_have_the_keys_and_the_epoch_of_member_0(environ, t
     assert endpoint.startswith(f"tcp://{socket.gethostname()}:")
     assert (other, same_keys, who.epoch) == (endpoint, keys, 3)
     assert keys is not None
-    told = next(iter(own_server._stores.values())).get("statsd_bn/job default/latest life/0").decode()
-    assert not [key for key in (SECRET, keys.pair.secret, keys.server) if key in told]
+    entry = next(iter(own_server._stores.values())).get("statsd_bn/job default/latest life/0").decode()
+    assert not [key for key in (SECRET, keys.pair.secret, keys.server) if key in entry]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -114,10 +114,10 @@ def _lose(trouble: Callable[[Network, Host], None], *, heals: bool) -> Result:
                 network.part()
             found = members.results()
         victim, *others = found[1], found[0], *found[2:]
-        for told in others:
-            require(told.get("error") == "ReplicaLost", f"expected ReplicaLost of member 1, got {told}")
-            require(told["fields"]["member"] == 1, f"expected the name of member 1, got {told}")
-        known = max(told["at"] for told in others) - began
+        for result in others:
+            require(result.get("error") == "ReplicaLost", f"expected ReplicaLost of member 1, got {result}")
+            require(result["fields"]["member"] == 1, f"expected the name of member 1, got {result}")
+        known = max(result["at"] for result in others) - began
         require(known <= KNOWN_SECONDS, f"the others knew only after {known:.1f} s")
         require("error" in victim, f"the member that was cut off ended with {victim}")
         given_up = victim["at"] - began
@@ -132,8 +132,8 @@ def _identical(network: Network, found: list[dict[str, Any]], steps: int, second
 
 
 def _digests(found: list[dict[str, Any]]) -> tuple[str, ...]:
-    require(all("digest" in told for told in found), f"expected that all train to the end, got {found}")
-    return tuple(told["digest"] for told in found)
+    require(all("digest" in result for result in found), f"expected that all train to the end, got {found}")
+    return tuple(result["digest"] for result in found)
 
 
 def _name(hosts: list[Host], server: Host) -> None:

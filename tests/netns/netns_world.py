@@ -56,8 +56,8 @@ class Host:
         self.hosts.write_text("127.0.0.1 localhost\n")
         _ip("netns", "add", self.name)
         self.device = _in_namespace(self.name, lambda: open_tun("tun0"))
-        for words in ("addr add {}/24 dev tun0", "link set lo up", "link set tun0 up"):
-            _ip("-n", self.name, *words.format(self.ip).split())
+        for command in ("addr add {}/24 dev tun0", "link set lo up", "link set tun0 up"):
+            _ip("-n", self.name, *command.format(self.ip).split())
 
     def close(self) -> None:
         if self.device >= 0:
@@ -141,7 +141,7 @@ class Members:
             host.run(str(_PROGRAM), f"tcp://{server}:{PORT}", str(member), str(len(hosts)), str(steps), str(deadline))
             for member, host in enumerate(hosts)
         ]
-        self._told: list[list[str]] = [[] for _ in hosts]
+        self._logs: list[list[str]] = [[] for _ in hosts]
         self._readers = [
             threading.Thread(target=self._read, args=(member,), daemon=True) for member in range(len(hosts))
         ]
@@ -162,7 +162,7 @@ class Members:
     @property
     def steps(self) -> int:
         """The number of steps of the slowest member."""
-        return min(sum(line.startswith("step") for line in told) for told in self._told)
+        return min(sum(line.startswith("step") for line in log) for log in self._logs)
 
     def wait_for_step(self, step: int) -> None:
         """Waits until all members have done `step` steps."""
@@ -170,7 +170,7 @@ class Members:
         while self.steps < step:
             ended = [member for member, process in enumerate(self._processes) if process.poll() is not None]
             require(
-                not ended, f"members {ended} ended before step {step}; they said {[told[-3:] for told in self._told]}"
+                not ended, f"members {ended} ended before step {step}; they said {[log[-3:] for log in self._logs]}"
             )
             require(time.monotonic() < expiry, f"step {step} was not reached; in step {self.steps}")
             time.sleep(0.01)
@@ -184,15 +184,15 @@ class Members:
         for reader in self._readers:
             reader.join(WAIT_SECONDS)
         found = []
-        for told in self._told:
-            last = told[-1] if told else ""
-            require(last.startswith("{"), f"a member ended without a result: {told[-5:]}")
+        for log in self._logs:
+            last = log[-1] if log else ""
+            require(last.startswith("{"), f"a member ended without a result: {log[-5:]}")
             found.append(json.loads(last))
         return found
 
     def _read(self, member: int) -> None:
         for line in self._processes[member].stdout:
-            self._told[member].append(line.strip())
+            self._logs[member].append(line.strip())
 
 
 def _ip(*arguments: str) -> None:

@@ -79,8 +79,8 @@ def in_one_process() -> Seen:
         before = copy.deepcopy(model)
         inputs: dict[str, list[Tensor]] = {name: [] for name, layer in model.named_modules() if _is_batch_norm(layer)}
         hooks = [
-            model.get_submodule(name).register_forward_pre_hook(lambda _, given, kept=kept: kept.append(given[0]))
-            for name, kept in inputs.items()
+            model.get_submodule(name).register_forward_pre_hook(lambda _, given, parts=parts: parts.append(given[0]))
+            for name, parts in inputs.items()
         ]
         for number in range(CHUNKS):
             x, factors = micro_batch(mini_batch, number)
@@ -89,8 +89,8 @@ def in_one_process() -> Seen:
             seen |= {f"output {mini_batch}.{number}": y.detach(), f"input gradient {mini_batch}.{number}": x.grad}
         for hook in hooks:
             hook.remove()
-        for name, kept in inputs.items():
-            _move_in_one_piece(model.get_submodule(name), before.get_submodule(name), torch.cat(kept))
+        for name, parts in inputs.items():
+            _move_in_one_piece(model.get_submodule(name), before.get_submodule(name), torch.cat(parts))
         for parameter in model.parameters():
             parameter.grad /= sum(map(sum, SHARES))
         _step(model, optimizer, seen, mini_batch)

@@ -59,11 +59,11 @@ def convert_what_is_sharded(connection: client.Connection, store: str, way: str)
         for model, change in ((network(MODE), client.convert_model), (_converted(), client.revert_model)):
             sharded = WAYS[way](model)
             before = list(sharded.modules())
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 change(sharded)
             same = [new is old for new, old in zip(sharded.modules(), before, strict=True)]
-            found.append((all(same), [str(warning.message) for warning in told]))
+            found.append((all(same), [str(warning.message) for warning in caught]))
     return found
 
 
@@ -72,10 +72,10 @@ def convert_a_part(connection: client.Connection, store: str) -> tuple[bool, lis
     with process_group(store, connection):
         part = by_fully_shard_as_one(network(MODE)).stem
         before = part[1]
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             client.convert_model(part)
-        return part[1] is before, [str(warning.message) for warning in told]
+        return part[1] is before, [str(warning.message) for warning in caught]
 
 
 def give_a_dtensor(connection: client.Connection, store: str) -> tuple[str, torch.Tensor]:

@@ -41,10 +41,10 @@ def go_on_after_member_0() -> None:
 
 def go_on_after_member_0_in_forked_children() -> None:
     """The same in forked children of multiprocessing, which end without `atexit` callbacks."""
-    told = os.dup(sys.stdin.fileno())
+    descriptor = os.dup(sys.stdin.fileno())
 
     def child() -> None:
-        sys.stdin = os.fdopen(told)
+        sys.stdin = os.fdopen(descriptor)
         go_on_after_member_0()
 
     process = multiprocessing.get_context("fork").Process(target=child)

@@ -132,11 +132,11 @@ def train_with_averages(connection: client.Connection | None) -> tuple[Buffers, 
     by_hand = copy.deepcopy(model).eval()
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True).eval()
     first = connection is None or connection.rank == 0
-    said = []
+    outputs = []
 
     def evaluate() -> None:
         if first:
-            said.extend(twin(member_programs.batch(1000)[0]).detach() for twin in (by_hand, averaged))
+            outputs.extend(twin(member_programs.batch(1000)[0]).detach() for twin in (by_hand, averaged))
 
     rounds = 0
     for step in range(STEPS):
@@ -148,7 +148,7 @@ def train_with_averages(connection: client.Connection | None) -> tuple[Buffers, 
         evaluate()
         rounds += 0 if connection is None else connection.rounds - before
     states = {"model": model, "by hand": by_hand, "averaged": averaged}
-    return {f"{kind} {name}": v for kind, twin in states.items() for name, v in state(twin).items()}, said, rounds
+    return {f"{kind} {name}": v for kind, twin in states.items() for name, v in state(twin).items()}, outputs, rounds
 
 
 class Images(Dataset[tuple[Batch, Tensor, str]]):
@@ -170,16 +170,16 @@ class Images(Dataset[tuple[Batch, Tensor, str]]):
         features = x.expand(-1, self._eval.num_features, -1, -1)
         with torch.no_grad():
             evaluated = self._eval(features)
-            told = error_of(self._training, features)
+            error = error_of(self._training, features)
         # A worker may disconnect at its end; the member must stay in the job.
         client.disconnect()
-        return (x, factors), evaluated, told
+        return (x, factors), evaluated, error
 
 
 def train_with_forked_workers(connection: client.Connection | None) -> tuple[Buffers, list[Tensor], list[str], int]:
     """Two epochs with two workers each, which end before the next epoch starts, and a last step."""
     model = network_of(connection)
-    evaluated, told = [], []
+    evaluated, errors = [], []
     for steps in (range(2), range(2, 4)):
         loader = DataLoader(
             Images(steps, connection, model[BN]),
@@ -188,12 +188,12 @@ def train_with_forked_workers(connection: client.Connection | None) -> tuple[Buf
             multiprocessing_context="fork",
             timeout=WORKER_SECONDS,
         )
-        for batch, output, words in loader:
+        for batch, output, error in loader:
             take_step(connection, model, batch)
             evaluated.append(output)
-            told.append(words)
+            errors.append(error)
     take_step(connection, model, shard(connection, STEPS))
-    return state(model), evaluated, told, os.getpid()
+    return state(model), evaluated, errors, os.getpid()
 
 
 def train_with_a_plain_loader() -> tuple[Buffers, list[Tensor]]:

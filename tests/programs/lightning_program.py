@@ -59,9 +59,9 @@ class Late(Callback):
     """Delays rank 0 before one batch of each epoch, and collects this rank's log lines."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.lines: list[str] = []
         self._handler = logging.Handler()
-        self._handler.emit = lambda record: self.told.append(record.getMessage())
+        self._handler.emit = lambda record: self.lines.append(record.getMessage())
 
     def on_train_start(self, *_: object) -> None:
         logging.getLogger("statsd_bn.client").addHandler(self._handler)
@@ -100,7 +100,7 @@ def main(folder: Path) -> None:
     found |= {"during": watch.layers, "tested": watch.tested_layers, "after": training.names(module.network)}
     found |= {"connection during": watch.connection, "connection after": repr(client.current_connection())}
     rank = distributed.get_rank()
-    found["told"] = late.told
+    found["log"] = late.lines
     found["own connection"] = with_a_connection_of_its_own(module, rank)
     found["failure"] = failure()
     torch.save(found, folder / f"{rank}.pt")

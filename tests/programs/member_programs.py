@@ -166,8 +166,8 @@ def other_channels(connection: client.Connection) -> str:
 def bad_input_then_good(_: client.Connection) -> tuple[list[str], float]:
     layer = _layer(3)
     bad = [torch.ones(3), torch.ones(2, 4), torch.ones(2, 3, dtype=torch.int32)]
-    told = [error_of(layer, x).split(":")[0] for x in bad]
-    return told, float(layer(torch.eye(3)).sum())
+    kinds = [error_of(layer, x).split(":")[0] for x in bad]
+    return kinds, float(layer(torch.eye(3)).sum())
 
 
 def _nan_batch() -> torch.Tensor:

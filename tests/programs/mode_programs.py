@@ -82,14 +82,14 @@ def validate(model: nn.Module, step: int) -> None:
 
 def differentiate_in_eval(model: nn.Module, step: int) -> None:
     """Eval with a backward pass, as an attack or a saliency map takes it; the weights' gradients stay as they are."""
-    kept = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     model.eval()
     x = member_programs.batch(1000 + step)[0].requires_grad_()
     (model(x) * model(x)).sum().backward()
     assert x.grad.abs().max() > 0
     model.train()
     for name, parameter in model.named_parameters():
-        parameter.grad = kept[name]
+        parameter.grad = gradients[name]
 
 
 def freeze_a_layer(model: nn.Sequential, _step: int) -> None:

@@ -46,8 +46,8 @@ def moments(process: Any) -> dict[str, np.ndarray]:
     found = {}
     for name, (x, dim, mask, correction) in CASES.items():
         mine = x.split(SIZES)[process.rank].requires_grad_()
-        kept = None if mask is None else mask.split(SIZES)[process.rank]
-        for what, values in client.moments(mine, dim, kept, correction=correction)._asdict().items():
+        own_mask = None if mask is None else mask.split(SIZES)[process.rank]
+        for what, values in client.moments(mine, dim, own_mask, correction=correction)._asdict().items():
             assert not values.requires_grad
             found[f"{name}, {what}"] = values.numpy()
     group = distributed.group.WORLD if distributed.is_initialized() else None

@@ -24,7 +24,7 @@ def three_steps(process: Any, value: float, phase: str, bearers: list[int], poli
     layer = client.SynchronizedBatchNorm1d(CHANNELS)
     layer.layer_name = NAME
     non_finite._local_reports.clear()
-    with client_log(logging.INFO) as lines, mock.patch.dict(os.environ, {"STATSD_BN_ON_NONFINITE": policy}):
+    with client_log(logging.INFO) as records, mock.patch.dict(os.environ, {"STATSD_BN_ON_NONFINITE": policy}):
         for step in range(3):
             try:
                 if how == "and then forward" and step == 2:  # as if all ranks' weights were no longer finite
@@ -33,8 +33,8 @@ def three_steps(process: Any, value: float, phase: str, bearers: list[int], poli
                     _step(layer, value if step == 1 and process.rank in bearers else 1.0, phase, how)
             except NonFinite as error:
                 raised.append((step, error.fields, str(error)))
-    told = [(level, text) for level, text in lines if "first non-finite" in text]
-    return told, raised, int(layer.num_batches_tracked), os.getpid()
+    lines = [(level, text) for level, text in records if "first non-finite" in text]
+    return lines, raised, int(layer.num_batches_tracked), os.getpid()
 
 
 def _step(layer: nn.Module, value: float, phase: str, how: str) -> None:

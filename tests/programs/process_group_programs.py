@@ -107,7 +107,7 @@ def lie_in_a_pair(rank: Any) -> str:
     if rank.rank == 0:
         return ""
     layer = client.convert_model(nn.BatchNorm1d(2), process_group=pair)
-    with _telling(2, rank, process_group.ROWS, 1000):
+    with _forged_number(2, rank, process_group.ROWS, 1000):
         return error_of(layer, torch.randn(4, 2))
 
 
@@ -117,13 +117,13 @@ def come_with_channels(rank: Any, channels: list[int]) -> str:
 
 def lie(rank: Any, what: str, place: int, number: int) -> str:
     """Rank 1 changes a number in its second message; returns each rank's error."""
-    with _telling(1, rank, place, number):
+    with _forged_number(1, rank, place, number):
         if what == "layer":
             return _error_of("bn", 3)
         return error_of(client.DDPHandler(object()).mp_sync, [1.0])
 
 
-def _telling(liar: int, rank: Any, place: int, number: int) -> Any:
+def _forged_number(liar: int, rank: Any, place: int, number: int) -> Any:
     """Make one rank change a number in its second message; the first one announces the ranks' hosts."""
     messages, gathered = itertools.count(), process_group._gather
 

@@ -41,7 +41,7 @@ def recalibrate_shard(connection: client.Connection, sizes: Sizes) -> tuple[Buff
     return statistics(network), total, connection.rounds - rounds
 
 
-def told(network: nn.Module, loader: list[Any]) -> tuple[str, bool]:
+def failure(network: nn.Module, loader: list[Any]) -> tuple[str, bool]:
     before = statistics(network)
     try:
         client.recalibrate(network, loader)
@@ -52,21 +52,21 @@ def told(network: nn.Module, loader: list[Any]) -> tuple[str, bool]:
 
 
 def recalibrate_nothing(_: client.Connection) -> tuple[str, bool]:
-    return told(model(), [])
+    return failure(model(), [])
 
 
 def recalibrate_nan_of_member_0(connection: client.Connection) -> tuple[str, bool]:
     loader = batches([[3], [2]])[connection.rank]
     if connection.rank == 0:
         loader[0][1, 0, 2, 3] = float("nan")
-    return told(model(), loader)
+    return failure(model(), loader)
 
 
 def recalibrate_other_layers(connection: client.Connection) -> tuple[str, bool]:
     """The members have frozen different layers of equal size."""
     network = client.convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
     network[connection.rank].eval()
-    return told(network, [torch.eye(3)])
+    return failure(network, [torch.eye(3)])
 
 
 def recalibrate_where_a_layer_keeps_nothing(connection: client.Connection) -> int:

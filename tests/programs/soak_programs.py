@@ -72,14 +72,14 @@ def _rounds(connection: Connection, rounds: int, progress: Any) -> int:
     for number in range(rounds):
         (channels,) = everybodys.choices(SIZES, WEIGHTS)
         factor = 1 + number % 1009 / 7
-        brought = [base[:, :channels] * factor for base in bases]
-        rows = Rows((number % 7,), brought[rank][np.newaxis])
+        contributions = [base[:, :channels] * factor for base in bases]
+        rows = Rows((number % 7,), contributions[rank][np.newaxis])
         for chance, seconds in PAUSES:
             if own.random() < chance:
                 time.sleep(own.uniform(0, seconds))
         found = transport.run_slave(rows, forward.key.of_phase(BACKWARD) if forward and number % 2 else None)
         forward = None if number % 2 else found
-        expected = sum_in_order(np.stack(brought))
+        expected = sum_in_order(np.stack(contributions))
         count = size * rows.counts[0]
         _check(number, found, count, expected)
         if everybodys.random() < OVER_SERVER:

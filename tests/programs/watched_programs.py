@@ -35,17 +35,17 @@ def train_and_ask(connection: client.Connection) -> tuple[str, int, int, dict[st
     for _ in range(STEPS):
         model(x).square().sum().backward()
     model(torch.full((4, 3), math.inf if connection.rank == 1 else 1.0))
-    until, told = time.monotonic() + SECONDS, {}
-    while connection.rank == 0 and time.monotonic() < until and not _is_told(told):
+    until, report = time.monotonic() + SECONDS, {}
+    while connection.rank == 0 and time.monotonic() < until and not _is_complete(report):
         time.sleep(0.05)
-        (told,) = (one for one in ask(connection.endpoint)["groups"] if one["job"] == connection.member.job)
+        (report,) = (one for one in ask(connection.endpoint)["groups"] if one["job"] == connection.member.job)
     distributed.barrier()
-    return connection.transport, connection.rounds, connection.session(None).steps.step, told
+    return connection.transport, connection.rounds, connection.session(None).steps.step, report
 
 
-def _is_told(told: dict[str, Any]) -> bool:
-    members = told.get("members", ())
-    return bool(told.get("non_finite")) and all("transport" in one and one.get("step", 0) >= STEPS for one in members)
+def _is_complete(report: dict[str, Any]) -> bool:
+    members = report.get("members", ())
+    return bool(report.get("non_finite")) and all("transport" in one and one.get("step", 0) >= STEPS for one in members)
 
 
 def checkpointed(connection: client.Connection) -> dict[str, Any]:

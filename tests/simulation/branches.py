@@ -19,7 +19,7 @@ from support.branch_networks import Network, Results
 TOLERANCE = 1e-9
 
 # Number of networks between two lines about the progress.
-TOLD = 10
+PROGRESS_NETWORKS = 10
 
 
 def differences(network: Network, ranks: list[Results]) -> list[str]:
@@ -89,7 +89,7 @@ def main() -> int:
             failed += bool(found)
             for line in found:
                 print(f"seed {seed}, {ranks} ranks: {line}", flush=True)  # noqa: T201
-            if played % TOLD == 0:
+            if played % PROGRESS_NETWORKS == 0:
                 print(f"{played} networks so far: {failed} failed", flush=True)  # noqa: T201
         print(f"{played} networks from seed {arguments.seed}: {failed} failed", flush=True)  # noqa: T201
         return min(failed, 100)

@@ -15,7 +15,7 @@ CORE, PROGRAMS = ROOT / "client" / "native" / "core", ROOT / "tests" / "simulati
 COMPILER = next((path for name in COMPILERS if (path := shutil.which(name))), "")
 
 # What happens in a group: explore.c takes the sum of these.
-OTHER_KEY, CLOSES, TELLS, KILLS = 1, 2, 4, 8
+OTHER_KEY, CLOSES, ESCALATES, KILLS = 1, 2, 4, 8
 
 # The explorer copies all memory for each state, so slots have room for only one row.
 SMALL = ("SLOT = 1 << 18", "SLOT = 128")
@@ -47,7 +47,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = program(Path(folder), "explore", changed=(SMALL,))
         for ranks, rounds in ((2, 2), (2, 3), (3, 1), (3, 2)):
-            for what in (0, OTHER_KEY, CLOSES, TELLS, KILLS):
+            for what in (0, OTHER_KEY, CLOSES, ESCALATES, KILLS):
                 started = time.monotonic()
                 found = explored(path, ranks, rounds, what)
                 findings += not found.endswith(" states")

@@ -300,10 +300,10 @@ def first_result_wins_unchecked() -> Any:
     """The results of an earlier master complete any round of their step."""
 
     def take(right: Any, self: RecoveredResults, round_: Round) -> Any:
-        told = right(self, round_)
+        aggregate = right(self, round_)
         claims = [claim.aggregate for claim in self.results.values()]
         alike = [one for one in claims if (one.key.step, one.key.phase) == (round_.key.step, round_.key.phase)]
-        return replace(alike[0], key=round_.key) if alike else told
+        return replace(alike[0], key=round_.key) if alike else aggregate
 
     return instead(RecoveredResults, "consume", take)
 
@@ -461,7 +461,7 @@ def memory_never_escalates() -> Any:
 def memory_keys_not_compared() -> Any:
     """Members in different rounds exchange rows in memory."""
     arrive = GroupMemory.arrive
-    return mock.patch.object(GroupMemory, "arrive", lambda self, _digest, *brought: arrive(self, 1, *brought))
+    return mock.patch.object(GroupMemory, "arrive", lambda self, _digest, *arguments: arrive(self, 1, *arguments))
 
 
 @bug(218)

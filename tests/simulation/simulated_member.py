@@ -236,8 +236,8 @@ class Process(SimulatedProcess):
     def _exchange(self, key: RoundKey, call: Call, turn: int) -> Part:
         world = self.world
         rows = world.rows(self, key, call)
-        brought = MemberRows(self.number, self.life, rows)
-        world.ledger.record(key, brought)
+        contribution = MemberRows(self.number, self.life, rows)
+        world.ledger.record(key, contribution)
         world.contributed_at[key] = world.clock.now
         members: Iterable[int] = world.plan.members_of(call.group)
         group = Group(call.group, len(members)) if call.group else self._world
@@ -250,7 +250,7 @@ class Process(SimulatedProcess):
             members = membership_rules.check_coverage(world, self, aggregate, turn)
         elif list(aggregate.members) != list(members):
             world.report("membership changes only where it may", f"{self}: {aggregate.key} covers {aggregate.members}")
-        complaint = world.ledger.complaint(aggregate, members, brought)
+        complaint = world.ledger.complaint(aggregate, members, contribution)
         if complaint and not membership_rules.is_a_doubles(self, aggregate, members):
             world.report("aggregates are exact", complaint)
         membership_rules.check_promptness(world, self, key)

@@ -109,8 +109,8 @@ def _check_one(world: "World", process: "Process", span: "Span", covered: Covere
     if not is_due or process.number in covered.members:
         return
     if not (_is_excused(process) or _is_unheard_of(world, covered.key)):
-        told = f"{process}: {covered.key} covers {covered.members}, and it takes part in {span}"
-        world.report("membership changes only where it may", told)
+        complaint = f"{process}: {covered.key} covers {covered.members}, and it takes part in {span}"
+        world.report("membership changes only where it may", complaint)
 
 
 def _is_excused(process: "Process") -> bool:
@@ -126,8 +126,8 @@ def _is_excused(process: "Process") -> bool:
 def _is_unheard_of(world: "World", key: RoundKey) -> bool:
     """Whether the server restarted after a round of an elastic group, and no member of that step has returned."""
     is_restarted = any(world.covers_since[key] < gone for gone, _ in world.server.outages)
-    told = (outcome.key for process in world.returned for outcome in process.outcomes)
-    return bool(world.plan.min_members) and is_restarted and not any(one and one.step >= key.step for one in told)
+    keys = (outcome.key for process in world.returned for outcome in process.outcomes)
+    return bool(world.plan.min_members) and is_restarted and not any(one and one.step >= key.step for one in keys)
 
 
 def _is_unknown_and_late(process: "Process") -> bool:
@@ -146,8 +146,8 @@ def _received_nothing(process: "Process") -> bool:
     if not (world.server.outages and world.plan.weather.dropped):
         return False
     _, back = world.server.outages[-1]
-    told = [entry[0] for entry in world.trace if entry[1] == "to member" and entry[2] is process and entry[0] >= back]
-    return min(told, default=world.clock.now) - back >= limits.SILENCE_SECONDS
+    times = [entry[0] for entry in world.trace if entry[1] == "to member" and entry[2] is process and entry[0] >= back]
+    return min(times, default=world.clock.now) - back >= limits.SILENCE_SECONDS
 
 
 def _registered(world: "World", key: RoundKey) -> set[int]:
@@ -159,8 +159,8 @@ def _registered(world: "World", key: RoundKey) -> set[int]:
     if not (world.plan.passes or world.plan.has_newcomers or world.server.outages):
         return set()
     when = world.sent_at.get(key, world.clock.now)
-    news = rules.NEWS_SECONDS + rules.nap_seconds(world)
-    return {one.number for one in world.processes if one.has_connected and when - one.ended < news}
+    delay = rules.LOSS_SECONDS + rules.nap_seconds(world)
+    return {one.number for one in world.processes if one.has_connected and when - one.ended < delay}
 
 
 def check_pass(world: "World", process: "Process", number: int, first_step: int) -> None:
@@ -170,8 +170,8 @@ def check_pass(world: "World", process: "Process", number: int, first_step: int)
     if process.is_newcomer or process.joined_late or is_unsure:
         return
     if world.pass_began.setdefault(number, first_step) != first_step:
-        told = f"{process}: pass {number} at step {first_step}, and for others at {world.pass_began[number]}"
-        world.report("every pass begins at one step", told)
+        complaint = f"{process}: pass {number} at step {first_step}, and for others at {world.pass_began[number]}"
+        world.report("every pass begins at one step", complaint)
 
 
 def check_restarted(world: "World", process: "Process") -> None:

@@ -389,12 +389,12 @@ class SimulatedServer:
             self._try(self.dispatcher.unreachable(self._clock.now, peer))
 
 
-_decode_kept = functools.lru_cache(maxsize=64)(decode)
+_decode_cached = functools.lru_cache(maxsize=64)(decode)
 
 
 def decode_once(frame: bytes) -> Message:
     """Decodes a frame once for all its receivers, since messages are immutable."""
-    message = _decode_kept(frame)
+    message = _decode_cached(frame)
     # Except for a Failure, whose fields are a mutable dict.
     return decode(frame) if type(message) is Failure else message
 

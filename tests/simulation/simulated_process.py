@@ -191,8 +191,8 @@ class SimulatedProcess:
         return lambda: self._program.send(result)
 
     def _end_machine(self) -> None:
-        if told := getattr(self._machine, "_latest_news", ""):
-            self.receive_notice(told)
+        if text := getattr(self._machine, "_latest_news", ""):
+            self.receive_notice(text)
 
     def _wait_until(self, due: float) -> None:
         self._due = due

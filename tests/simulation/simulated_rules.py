@@ -32,8 +32,8 @@ REGISTER, CONTRIBUTION, AGGREGATE, RESULT, WHEREABOUTS = 1, 3, 4, 11, 13
 # Tolerance on the bound of a wait: latency of the frames, and the server's ticks.
 MARGIN = 1.0
 
-# From the end of a member to the news of it: by a lost connection, or by silence.
-NEWS_SECONDS = limits.SILENCE_SECONDS + limits.HEARTBEAT_SECONDS + RECONNECT_SECONDS + PROBE_SECONDS + 2 * TICK_SECONDS
+# From the end of a member to the report of its loss: by a lost connection, or by silence.
+LOSS_SECONDS = limits.SILENCE_SECONDS + limits.HEARTBEAT_SECONDS + RECONNECT_SECONDS + PROBE_SECONDS + 2 * TICK_SECONDS
 
 # The protocol's value, which planted bugs do not change.
 PROMISED_SILENCE_SECONDS = limits.SILENCE_SECONDS
@@ -55,7 +55,7 @@ def check_outcome(world: "World", outcome: "Outcome") -> None:
         or not _nobody_was_mute(world)
         or not _all_saw_the_restart(world)
         or _a_goodbye_was_lost(world)
-        or _news_was_lost(world)
+        or _was_recognised_too_late(world)
         or _a_slow_one_lost_frames(world, outcome)
         or _one_lost_all_its_time(world)
     )
@@ -65,7 +65,7 @@ def check_outcome(world: "World", outcome: "Outcome") -> None:
     if judge is None:
         world.report("errors are of the kinds there are", f"{outcome.process}: {outcome.error!r}")
     elif not judge(world, outcome, outcome.error):
-        world.report(f"{type(outcome.error).__name__} tells the truth", f"{outcome.process}: {_words(outcome.error)}")
+        world.report(f"{type(outcome.error).__name__} tells the truth", f"{outcome.process}: {_text_of(outcome.error)}")
 
 
 def check_memory(world: "World") -> None:
@@ -159,8 +159,8 @@ def _costs_one_message_each_way(world: "World") -> None:
     else:
         least, most = exchanges, exchanges + again
     if not all(least <= count <= most for count in counts):
-        told = f"{world.contributions} contributions and {world.aggregates} aggregates for {exchanges} exchanges"
-        world.report("a round costs one message each way", told)
+        complaint = f"{world.contributions} contributions and {world.aggregates} aggregates for {exchanges} exchanges"
+        world.report("a round costs one message each way", complaint)
 
 
 def _a_registration_was_lost(world: "World", outcome: "Outcome") -> bool:
@@ -176,7 +176,7 @@ def _a_goodbye_was_lost(world: "World") -> bool:
     return bool(world.plan.passes) and not world.plan.weather.is_fair and any(f.how == "left" for f in world.facts)
 
 
-def _news_was_lost(world: "World") -> bool:
+def _was_recognised_too_late(world: "World") -> bool:
     """A member with lost frames may be recognised too late on a new connection, or by a restarted server."""
     found = [one.error for process in world.processes for one in process.outcomes if one.error]
     causes = {error.fields["cause"] for error in found if isinstance(error, errors.ReplicaLost)}
@@ -244,7 +244,7 @@ def _all_saw_the_restart(world: "World") -> bool:
     return all(back < first_end for _, back in world.server.outages)
 
 
-def _words(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error} {getattr(error, 'fields', '')}"
 
 
@@ -382,7 +382,7 @@ _PLACED = re.compile(r"rank (\d+)(?: \([^)]*\)+)? is in program\.py:(\d+) run")
 def check_whereabouts(world: "World", text: str) -> None:
     """The reported position of a late rank is that rank's own answer."""
     for rank, answered in _PLACED.findall(text):
-        world.network.count("told where")
+        world.network.count("answered where")
         if rank != answered:
             world.report("a rank is said to be where it is", text)
 
@@ -424,7 +424,7 @@ def _is_late(world: "World", outcome: "Outcome", member: int) -> bool:
     if (
         gone
         and not _lives(world, member)
-        and outcome.ended - max(gone[-1].when, outcome.started) > NEWS_SECONDS + 2 * nap_seconds(world)
+        and outcome.ended - max(gone[-1].when, outcome.started) > LOSS_SECONDS + 2 * nap_seconds(world)
     ):
         return False
     waits = [

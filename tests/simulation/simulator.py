@@ -30,7 +30,7 @@ from support.oracle import Ledger
 if TYPE_CHECKING:
     from server.group.master import SyncMaster
 
-TRACE_TOLD = 60
+TRACE_ENTRIES = 60
 
 # The rows of a world are parts of a sequence of so many numbers; a prime, so that rows begin at every place in it.
 NR_NUMBERS = 211
@@ -49,8 +49,8 @@ class Finding(AssertionError):
     """A broken rule; the text has the seed, the rule, and the end of the trace."""
 
     def __init__(self, seed: int, rule: str, complaint: str, trace: list[str]) -> None:
-        told = "\n".join(trace[-TRACE_TOLD:])
-        super().__init__(f"seed {seed}, {rule}: {complaint}\n{told}")
+        end_of_trace = "\n".join(trace[-TRACE_ENTRIES:])
+        super().__init__(f"seed {seed}, {rule}: {complaint}\n{end_of_trace}")
         self.seed, self.rule, self.complaint = seed, rule, complaint
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from client.native.build import NO_COMPILER
-from simulation.explored_round import CLOSES, COMPILER, KILLS, OTHER_KEY, SMALL, TELLS, explored, program
+from simulation.explored_round import CLOSES, COMPILER, ESCALATES, KILLS, OTHER_KEY, SMALL, explored, program
 
 pytestmark = pytest.mark.skipif(not COMPILER or os.name != "posix", reason=NO_COMPILER)
 
-EVERYTHING = OTHER_KEY | CLOSES | TELLS
+EVERYTHING = OTHER_KEY | CLOSES | ESCALATES
 
 SET = "static void set(_Atomic uint64_t *word, uint64_t value) { atomic_store_explicit(word, value, memory_order_%s); }"
 LOAD = "return atomic_load_explicit(word, memory_order_%s);"
@@ -42,11 +42,11 @@ SLIPS = {
         "return SBN_CLOSED;",
         (3, 2, CLOSES),
     ),
-    "escalation of a later turn missed": ("escalated) >= g->turn)", "escalated) == g->turn)", (2, 2, TELLS)),
+    "escalation of a later turn missed": ("escalated) >= g->turn)", "escalated) == g->turn)", (2, 2, ESCALATES)),
     "no escalation": (
         "void sbn_escalate(sbn_group *g) { set",
         "void sbn_escalate(sbn_group *g) { if (0) set",
-        (2, 1, TELLS),
+        (2, 1, ESCALATES),
     ),
 }
 

@@ -47,7 +47,7 @@ def test_no_world_breaks_a_rule_although_many_events_happen(first, end):
         total.add(counters)
     assert total.rounds > 1000
     assert {"dropped", "doubled", "delayed", "reordered", "server killed", "killed", "frozen"} <= set(total.faults)
-    assert {"in memory", "asked where", "told where"} <= set(total.faults)
+    assert {"in memory", "asked where", "answered where"} <= set(total.faults)
     assert {"ReplicaLost", "RoundMismatch"} <= set(total.errors)
 
 

@@ -27,7 +27,7 @@ class Job:
         self.ranks: dict[str, tuple[int, ...] | range] = {"0": range(world_size)}
         self.processes: dict[int, Process] = {}
         self.asked: dict[int, list[tuple[float, str]]] = {member: [] for member in range(world_size)}
-        self.told: dict[int, list[Message]] = {member: [] for member in range(world_size)}
+        self.inboxes: dict[int, list[Message]] = {member: [] for member in range(world_size)}
         for member in range(world_size):
             self.send(register(member, world_size, **given), b"%d" % member)
         self.beat()
@@ -57,7 +57,7 @@ class Job:
         return heard
 
     def attend(self, replies):
-        """Answer stack requests, keep other messages to heartbeat sockets in `told`, and return the rest."""
+        """Answer stack requests, keep other messages to heartbeat sockets in `inboxes`, and return the rest."""
         others = []
         for peer, frame in replies:
             if not peer.startswith(b"beacon "):
@@ -67,7 +67,7 @@ class Job:
             if isinstance(message, StackRequest):
                 self.answer(member, message)
             else:
-                self.told[member].append(message)
+                self.inboxes[member].append(message)
         return others
 
     def answer(self, member: int, question: StackRequest) -> None:

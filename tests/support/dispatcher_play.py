@@ -32,8 +32,8 @@ class Play:
         for member in range(world_size):
             self.join(member, world_size, **given)
 
-    def contribute(self, member: int, brought: Rows | float = 1.0, key: RoundKey = KEY, **given: Any) -> Answers:
-        return self.send(contribution(member, brought, key, **given), peer(member, key.job))
+    def contribute(self, member: int, own_rows: Rows | float = 1.0, key: RoundKey = KEY, **given: Any) -> Answers:
+        return self.send(contribution(member, own_rows, key, **given), peer(member, key.job))
 
     def leave(self, member: int, cause: str = "", job: str = "job") -> Answers:
         return self.send(Leave(session_of(member, job), cause), peer(member, job))
@@ -49,7 +49,7 @@ class Play:
 
 def read(replies: list[tuple[bytes, bytes]]) -> Answers:
     """The messages by peer; asserts that no peer gets two."""
-    answers = {whom: decode(frame) for whom, frame in replies}
+    answers = {peer_id: decode(frame) for peer_id, frame in replies}
     assert len(answers) == len(replies)
     return answers
 
@@ -61,10 +61,10 @@ def peer(member: int, job: str = "job") -> bytes:
 def codes(answers: Answers) -> dict[bytes, str]:
     """The error code of each peer; asserts that every answer is a Failure."""
     assert all(isinstance(answer, Failure) for answer in answers.values())
-    return {whom: answer.code for whom, answer in answers.items()}
+    return {peer_id: answer.code for peer_id, answer in answers.items()}
 
 
-def mismatches(told: dict[Any, Message]) -> set[Any]:
+def mismatches(answers: dict[Any, Message]) -> set[Any]:
     """The members with a message; asserts that each message is a mismatch error."""
-    assert set(codes(told).values()) <= {"mismatch"}, told
-    return set(told)
+    assert set(codes(answers).values()) <= {"mismatch"}, answers
+    return set(answers)

@@ -73,7 +73,7 @@ class Launched:
             if line.startswith(beginning):
                 return line
 
-    def tell(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
 

@@ -39,9 +39,9 @@ def add_up(rows: Sequence[list[float]]) -> list[float]:
     return total
 
 
-def expected(phase: str, brought: Iterable[MemberRows]) -> Expected:
+def expected(phase: str, contributions: Iterable[MemberRows]) -> Expected:
     """Expected aggregate in the order of member number and row: the sum, or all rows of a gather."""
-    ordered = sorted(brought, key=lambda one: one.member)
+    ordered = sorted(contributions, key=lambda one: one.member)
     rows = [row.ravel().tolist() for one in ordered for row in one.rows.values]
     counts = [count for one in ordered for count in one.rows.counts]
     values = list(itertools.chain(*rows)) if phase == GATHER else add_up(rows)
@@ -71,23 +71,23 @@ class Ledger:
     """All contributions of the members, and the aggregates that they receive."""
 
     def __init__(self) -> None:
-        self._brought: dict[RoundKey, dict[int, list[MemberRows]]] = {}
+        self._contributions: dict[RoundKey, dict[int, list[MemberRows]]] = {}
         # Received aggregates by key and lives.
         self._delivered: dict[tuple[RoundKey, Lives], Got] = {}
 
     def record(self, key: RoundKey, one: MemberRows) -> None:
-        self._brought.setdefault(key, {}).setdefault(one.member, []).append(one)
+        self._contributions.setdefault(key, {}).setdefault(one.member, []).append(one)
 
     def rows_of_other_lives(self, key: RoundKey, member: int, life: int) -> list[MemberRows]:
-        return [one for one in self._brought.get(key, {}).get(member, []) if one.life != life]
+        return [one for one in self._contributions.get(key, {}).get(member, []) if one.life != life]
 
     def complaint(self, aggregate: Aggregate, members: Iterable[int], receiver: MemberRows) -> str:
         """The error of an aggregate that must cover `members`; empty if the aggregate is right."""
-        brought = self._brought.get(aggregate.key, {})
-        if absent := set(members) - brought.keys():
+        contributions = self._contributions.get(aggregate.key, {})
+        if absent := set(members) - contributions.keys():
             return f"{aggregate.key}: an aggregate, though members {sorted(absent)} brought nothing"
         raw = aggregate.replicas, aggregate.count, aggregate.values.tobytes()
-        for choice in self._choices(brought, members, receiver):
+        for choice in self._choices(contributions, members, receiver):
             lives = tuple((one.member, one.life) for one in choice)
             # All members receive the same bytes, so each aggregate is checked once.
             if self._delivered.get((aggregate.key, lives)) == raw:
@@ -99,10 +99,10 @@ class Ledger:
         return f"{aggregate.key}: got {_shown(aggregate)}, expected {right}"
 
     def _choices(
-        self, brought: dict[int, list[MemberRows]], members: Iterable[int], receiver: MemberRows
+        self, contributions: dict[int, list[MemberRows]], members: Iterable[int], receiver: MemberRows
     ) -> Iterator[tuple[MemberRows, ...]]:
         """All combinations of one `MemberRows` per member: of any of its lives; for the receiver its own rows."""
-        lives = [[receiver] if member == receiver.member else brought[member] for member in sorted(members)]
+        lives = [[receiver] if member == receiver.member else contributions[member] for member in sorted(members)]
         return itertools.product(*lives)
 
     def _note(self, aggregate: Aggregate, choice: tuple[MemberRows, ...], lives: Lives, raw: Got) -> str:

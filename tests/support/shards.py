@@ -219,16 +219,16 @@ def joined(results: list[bytes]) -> list[Outcome]:
 
 def refused(connection: client.Connection, cases: list[Shards]) -> list[tuple[str, bool]]:
     """For each case, the error on this member, and whether its layer kept its state; a valid step follows each case."""
-    told = []
+    results = []
     for case in cases:
         shard, layer = case.shards()[connection.rank], case.layer(synchronised=True)
         try:
             layer(shard.x, shard.mask)
         except ValueError as error:
-            kept = all(torch.equal(value, case.tensors()[2][name]) for name, value in layer.state_dict().items())
-            told.append((str(error), kept))
+            is_intact = all(torch.equal(value, case.tensors()[2][name]) for name, value in layer.state_dict().items())
+            results.append((str(error), is_intact))
         _as_member(connection, Shards(case.kind, (2,) * len(case.sizes)))
-    return told
+    return results
 
 
 def loaded(result: bytes) -> Any:

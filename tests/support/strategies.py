@@ -45,12 +45,12 @@ KEY = key()
 
 
 def contribution(
-    member: int, brought: Rows | float = 1.0, key: RoundKey = KEY, session: bytes | None = None
+    member: int, own_rows: Rows | float = 1.0, key: RoundKey = KEY, session: bytes | None = None
 ) -> messages.Contribution:
     """A member's contribution to a round: `Rows`, or one row of one number."""
-    if not isinstance(brought, Rows):
-        brought = rows(brought)
-    return messages.Contribution(session or session_of(member, key.job), key, 0, brought)
+    if not isinstance(own_rows, Rows):
+        own_rows = rows(own_rows)
+    return messages.Contribution(session or session_of(member, key.job), key, 0, own_rows)
 
 
 def is_probe(answer: object) -> bool:
@@ -119,8 +119,8 @@ members = st.lists(member_numbers, max_size=20).map(Members.of)
 @st.composite
 def aggregates(draw: st.DrawFn) -> messages.Aggregate:
     replicas = draw(st.integers(1, limits.MAX_REPLICAS * limits.MAX_MEMBERS))
-    brought, sums = draw(members), draw(values(*vectors_and_channels))
-    return messages.Aggregate(draw(keys), replicas, draw(counts), brought, sums, non_finite=draw(members))
+    contributors, sums = draw(members), draw(values(*vectors_and_channels))
+    return messages.Aggregate(draw(keys), replicas, draw(counts), contributors, sums, non_finite=draw(members))
 
 
 @st.composite

@@ -43,8 +43,8 @@ class Functional(nn.BatchNorm2d):
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 factor = 1.0 / float(self.num_batches_tracked)
-        kept = not self.training or self.track_running_stats
-        mean, variance = (self.running_mean, self.running_var) if kept else (None, None)
+        uses_buffers = not self.training or self.track_running_stats
+        mean, variance = (self.running_mean, self.running_var) if uses_buffers else (None, None)
         is_training = self.training or self.running_mean is None
         x = F.batch_norm(x, mean, variance, self.weight, self.bias, is_training, factor, self.eps)
         return self.act(self.drop(x))

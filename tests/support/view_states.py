@@ -161,15 +161,15 @@ def member(rank: int, state: str) -> dict[str, Any]:
         odd = {"data": ("differs", 2), "slow": ("differs", 2), "nan": ("NaN", 3)}
         flag, severity = odd.get(state, (flag, severity))
     place = f"gpu-{'ab'[rank // 4 % 2]}, pid {12264 + 7 * rank}"
-    told = {"place": place, "state": "takes_part", "doing": doing, "flag": flag, "severity": severity}
+    fields = {"place": place, "state": "takes_part", "doing": doing, "flag": flag, "severity": severity}
     late = {"median": 0.00032, "p99": 0.0026}
     times = {"waiting": waits, "share": share, "median": 0.0026, "p99": 0.0104, "late": late}
-    return view_reports.member(rank, STEP, **told, **times, steps_per_second=1.79)
+    return view_reports.member(rank, STEP, **fields, **times, steps_per_second=1.79)
 
 
 def cards(state: str, ranks: int, names: list[str]) -> list[dict[str, str]]:
     layers, odd = len(names), names[ODD_LAYER]
-    told = {
+    contents = {
         "Ranks": (f"{ranks} of {ranks}", "all take part", "good"),
         "Speed": ("191 rounds/s", "usually 190", "good"),
         "Waiting": ("None", "all keep the same pace", "good"),
@@ -186,8 +186,8 @@ def cards(state: str, ranks: int, names: list[str]) -> list[dict[str, str]]:
         "nan": {"Numbers": ("Rank 2: NaN", "layer1.0.bn2, step 20, 4 of 256 channels", "bad")},
         "broken": {"Ranks": ("Rank 1 failed", "ValueError: loss is nan", "bad"), "Speed": stopped},
     }
-    told |= changes.get(state, {})
-    return [{"name": name, "value": value, "note": note, "state": of} for name, (value, note, of) in told.items()]
+    contents |= changes.get(state, {})
+    return [{"name": name, "value": value, "note": note, "state": of} for name, (value, note, of) in contents.items()]
 
 
 def trend(state: str, now: float) -> dict[str, list[float]]:
@@ -205,7 +205,7 @@ def trend(state: str, now: float) -> dict[str, list[float]]:
 def events(state: str, ranks: int, names: list[str], now: float, job: str) -> list[dict[str, Any]]:
     world, other = ({"job": name, "group": "world"} for name in (job, "resnet50-lr0.4"))
     no_job = {"job": "", "group": ""}
-    told = [
+    entries = [
         {"time": now - 8000, "kind": "joined", **world, "rank": None, "text": f"{ranks} ranks joined"},
         {"time": now - 7980, "kind": "ended", **other, "rank": None, "text": "Ended in good order"},
         {"time": now - 2400, "kind": "restart", **no_job, "rank": None, "text": "The server started again"},
@@ -213,8 +213,8 @@ def events(state: str, ranks: int, names: list[str], now: float, job: str) -> li
     if state not in {"healthy", "forming", "empty"}:
         kind = {"data": "skew", "slow": "straggler", "nan": "non-finite", "broken": "lost"}.get(state, state)
         text = TEXTS[state].format(ranks=ranks, layer=names[2 if state == "nan" else 0], waited=12)
-        told.append({"time": now - FACTS[state].get("ago", 0), "kind": kind, **world, "rank": None, "text": text})
-    return told
+        entries.append({"time": now - FACTS[state].get("ago", 0), "kind": kind, **world, "rank": None, "text": text})
+    return entries
 
 
 def heat(snapshot: dict[str, Any], job: str, group: str) -> dict[str, Any] | None:

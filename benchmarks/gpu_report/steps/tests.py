@@ -67,9 +67,9 @@ class Recorder:
         """Records a check for a file whose tests have run; it fails if one failed or all were skipped."""
         if self._file:
             found = self.of_files.get(self._file, Counter())
-            told = ", ".join(f"{number} {outcome}" for outcome, number in found.items())
+            summary = ", ".join(f"{number} {outcome}" for outcome, number in found.items())
             self._step.check(
-                f"all tests of {Path(self._file).name} pass", found["passed"] and not found["failed"], told
+                f"all tests of {Path(self._file).name} pass", found["passed"] and not found["failed"], summary
             )
 
     def _failed(self, name: str, text: str) -> None:

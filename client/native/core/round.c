@@ -246,7 +246,7 @@ int sbn_closed(const sbn_group *g) {
   int gravest = 0;
   for (int64_t member = 0; member < g->members; member++) {
     uint64_t reason = value_of(&place_of(g, member)->closed);
-    if (reason) gravest = gravest == SBN_GIVEN_UP || reason == SBN_GIVEN_UP ? SBN_GIVEN_UP : SBN_ENDED;
+    if (reason) gravest = gravest == SBN_ABANDONED || reason == SBN_ABANDONED ? SBN_ABANDONED : SBN_LEFT;
   }
   return gravest;
 }

@@ -63,8 +63,8 @@ SBN_API int sbn_backward(const sbn_plan *plan, double *rows, const double *saved
 
 /* Rounds of the ranks of one host, in shared memory; implemented in round.c. */
 
-/* The reasons why a member runs no further round in this memory: it has shut down, or abandoned the memory. */
-enum { SBN_ENDED = 1, SBN_GIVEN_UP = 2 };
+/* The reasons why a member runs no further round in this memory: it left in good order, or abandoned the memory. */
+enum { SBN_LEFT = 1, SBN_ABANDONED = 2 };
 
 /* One member's view of the memory of a group; for one thread at a time. */
 struct sbn_group {

@@ -31,9 +31,9 @@ class Chart {
     first("#time .charts").append(this.node);
   }
 
-  // Lines have values, perhaps a kind (area or odd) and perhaps a label at their end; `say` prints a value with its
-  // unit, `tell` the values at a moment.
-  draw({ title, seconds, lines, say, tell, low, high, from, to, marks, when = clock }) {
+  // Lines have values, perhaps a kind (area or odd) and perhaps a label at their end; `format` prints a value with its
+  // unit, `describe` the values at a moment.
+  draw({ title, seconds, lines, format, describe, low, high, from, to, marks, when = clock }) {
     const { pen, width } = sized(this.canvas, HEIGHT);
     const { mark, hot, line, ink, soft, wash } = colours("mark", "hot", "line", "ink", "soft", "wash");
     pen.lineCap = "round";
@@ -65,11 +65,11 @@ class Chart {
     const at = isPointed ? nearest(seconds, from + shown.at * (to - from)) : Math.max(0, latest);
     pen.strokeStyle = ink;
     if (isPointed) stroke(pen, [[x(seconds[at]), 0], [x(seconds[at]), HEIGHT]]);
-    const told = seconds.length ? `${(isPointed ? clock : when)(Math.min(to, seconds[at]))}: ${tell(at)}` : "no figures yet";
-    render(this.title, el("span", {}, title), el("b", {}, told));
-    render(this.scale, el("span", {}, say(high)), el("span", {}, say(low)));
+    const reading = seconds.length ? `${(isPointed ? clock : when)(Math.min(to, seconds[at]))}: ${describe(at)}` : "no figures yet";
+    render(this.title, el("span", {}, title), el("b", {}, reading));
+    render(this.scale, el("span", {}, format(high)), el("span", {}, format(low)));
     render(this.ends, ends(lines, y));
-    this.canvas.setAttribute("aria-label", `${textOf(title)}, from ${say(low)} to ${say(high)}: ${told}`);
+    this.canvas.setAttribute("aria-label", `${textOf(title)}, from ${format(low)} to ${format(high)}: ${reading}`);
   }
 }
 
@@ -145,13 +145,13 @@ function draw(group, snapshot, layer) {
   const { seconds, rounds_per_second: speed } = trend;
   const [median, p99] = [trend.median, trend.p99].map((values) => values.map((value) => value || NaN)); // 0: no rounds
   chart("speed").draw({
-    ...span, title: "Rounds per second (mean of 4\u00a0s before)", seconds, lines: [{ values: speed, kind: "area" }], say: two, low: 0,
-    high: 1.1 * most([1, ...speed.filter(Number.isFinite)]), tell: (at) => known(speed[at], two),
+    ...span, title: "Rounds per second (mean of 4\u00a0s before)", seconds, lines: [{ values: speed, kind: "area" }], format: two, low: 0,
+    high: 1.1 * most([1, ...speed.filter(Number.isFinite)]), describe: (at) => known(speed[at], two),
   });
   chart("trip").draw({
-    ...span, title: "Round trip (in the 4\u00a0s before)", seconds, lines: [{ values: p99, label: "p99" }, { values: median, label: "median" }], say: duration,
+    ...span, title: "Round trip (in the 4\u00a0s before)", seconds, lines: [{ values: p99, label: "p99" }, { values: median, label: "median" }], format: duration,
     low: 0, high: 1.1 * most([0.001, ...p99.filter(Number.isFinite)]),
-    tell: (at) => `median ${known(median[at], duration)}, p99 ${known(p99[at], duration)}`,
+    describe: (at) => `median ${known(median[at], duration)}, p99 ${known(p99[at], duration)}`,
   });
   for (const name of ["variances", "means"]) drawLayer(group, layer, name, span);
 }
@@ -173,7 +173,7 @@ function drawLayer(group, layer, name, span) {
   lines.push(...odd.map((column) => ({ values: of(column), kind: "odd", label: `rank ${ranks[column]}` })));
   const [down, up] = [least, most].map((pick) => pick(lines.flatMap((line) => line.values).filter(Number.isFinite)));
   const room = 0.15 * (up - down || Math.abs(up) || 1);
-  const tell = (at) => {
+  const describe = (at) => {
     const others = range(at);
     const [low, high] = [least, most].map((pick) => two(pick(others)));
     const usually = others.length ? `${odd.length ? "the others " : ""}${low === high ? low : `${low} to ${high}`}` : "";
@@ -182,5 +182,5 @@ function drawLayer(group, layer, name, span) {
   const title = [`${name === "means" ? "Mean" : "Variance"} of `, el("code", {}, layer), " by rank"];
   const [low, high] = Number.isFinite(up) ? [name === "means" ? down - room : Math.min(0, down), up + room] : [0, 1];
   const when = group.first_non_finite ? () => "latest finite" : clock;
-  node.draw({ ...span, when, title, seconds, lines, say: two, tell, low, high });
+  node.draw({ ...span, when, title, seconds, lines, format: two, describe, low, high });
 }

@@ -116,7 +116,7 @@ function drawBanner(verdict, group) {
     if (present) facts.push(`step ${whole(Math.max(...group.members.map((member) => member.step)))}`);
   }
   const button = el("button", { type: "button", "data-key": "dismiss" }, "Hide this job");
-  const told = [
+  const texts = [
     group && el("p", { class: "job" }, nameOf(group)),
     el("h2", {}, el("b", {}, head), verdict.text.slice(head.length)),
     verdict.advice && el("p", { class: "advice" }, verdict.advice),
@@ -124,7 +124,7 @@ function drawBanner(verdict, group) {
   ];
   byId("banner").dataset.level = level(verdict);
   const about = el("div", { class: "facts" }, facts.map((fact) => el("p", {}, fact)), group?.over && button);
-  render(byId("banner"), icon(sign(verdict)), el("div", {}, ...told), about);
+  render(byId("banner"), icon(sign(verdict)), el("div", {}, ...texts), about);
 }
 
 function drawCards(group) {

@@ -6,7 +6,7 @@
  * loads can overtake them; relaxed stores order nothing.
  *
  * WHAT is a sum. 1: rank 0 has another key in round 2. 2: the last rank closes the group instead of its last round. 4:
- * rank 0 tells the server when it has to wait. 8: one rank may be killed. */
+ * rank 0 escalates to the server when it has to wait. 8: one rank may be killed. */
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -33,9 +33,9 @@ static void model_copy(void *to, const void *from, size_t size);
 #include ROUND_C
 #undef memcpy
 
-enum { RANKS = 3, STACK = 16384, MOST_DELAYED = 4, MOST_DEPTH = 1000, OTHER_KEY = 1, CLOSES = 2, TELLS = 4, KILLS = 8 };
+enum { RANKS = 3, STACK = 16384, MOST_DELAYED = 4, MOST_DEPTH = 1000, BYTES = LINE + RANKS * (LINE + 2 * SLOT) };
+enum { OTHER_KEY = 1, CLOSES = 2, ESCALATES = 4, KILLS = 8 };
 enum { READY, SLEEPING, ENDED, KILLED };
-enum { WORDS = LINE + RANKS * (LINE + 2 * SLOT) };
 typedef uint8_t clocks[RANKS];
 typedef struct {
   ucontext_t context;
@@ -54,7 +54,7 @@ typedef struct {
 
 /* Everything that a step changes. */
 static struct {
-  _Alignas(LINE) char memory[WORDS];
+  _Alignas(LINE) char memory[BYTES];
   clocks released[RANKS]; /* what each rank had seen at its latest arrival */
   struct {
     uint8_t written;
@@ -62,8 +62,8 @@ static struct {
   } slots[RANKS][2];
   rank ranks[RANKS];
   int killed;
-  /* For each round: how many ranks found it done, whether one found it closed, and whether rank 0 told the server. */
-  uint8_t done[8], closed[8], told[8];
+  /* For each round: how many ranks found it done, whether one found it closed, and whether rank 0 escalated it. */
+  uint8_t done[8], closed[8], escalated[8];
 } all;
 
 static int ranks, rounds, what, current, depth;
@@ -101,7 +101,7 @@ static int is_shared(const volatile void *word, int is_write) {
   if (is_futex(word)) return 1;
   place *its = place_at(owner_of(word));
   if (word == &its->closed && !(what & CLOSES)) return 0;
-  if (word == &its->escalated && !(what & TELLS)) return 0;
+  if (word == &its->escalated && !(what & ESCALATES)) return 0;
   return is_write || owner_of(word) != current;
 }
 
@@ -145,8 +145,8 @@ static uint64_t model_load(volatile void *word, int size, int order) {
     if (me()->buffer[n].word == word) value = me()->buffer[n].value;
   if (is_arrival(word) && order != memory_order_relaxed) join(me()->seen, all.released[owner_of(word)]);
   /* A wait that starts again forgets all before; for an arrival it only matters whether it has reached this turn. */
-  const uint64_t kept = is_arrival(word) ? value >= me()->group.turn : value;
-  me()->past = mixed(mixed(is_futex(word) ? 1 : me()->past, (uint64_t)place_in_memory(word)), kept);
+  const uint64_t relevant = is_arrival(word) ? value >= me()->group.turn : value;
+  me()->past = mixed(mixed(is_futex(word) ? 1 : me()->past, (uint64_t)place_in_memory(word)), relevant);
   return value;
 }
 
@@ -187,8 +187,8 @@ static long model_futex(volatile void *word, int operation, uint32_t value) {
 }
 
 static void model_copy(void *to, const void *from, size_t size) {
-  const int is_write = (char *)to >= all.memory && (char *)to < all.memory + WORDS;
-  const int is_read = (const char *)from >= all.memory && (const char *)from < all.memory + WORDS;
+  const int is_write = (char *)to >= all.memory && (char *)to < all.memory + BYTES;
+  const int is_read = (const char *)from >= all.memory && (const char *)from < all.memory + BYTES;
   if (is_write || is_read) {
     int at = place_in_memory(is_write ? to : from) - LINE, its = at / (LINE + 2 * SLOT);
     int slot = (at % (LINE + 2 * SLOT) - LINE) / SLOT;
@@ -215,7 +215,7 @@ static void check_done(sbn_group *g, const double *total, int turn) {
   for (int r = 0; r < ranks; r++) sum += value_in(r, turn);
   if (total[0] != sum || g->rows != ranks || g->count != ranks * turn) found("a wrong sum");
   if (g->behind_ns != (current == ranks - 1 && turn > 1 ? 7 : 0)) found("a wrong time");
-  if (all.told[turn] && !g->is_escalated) found("a rank does not know that the round was escalated");
+  if (all.escalated[turn] && !g->is_escalated) found("a rank does not know that the round was escalated");
   all.done[turn]++;
   if (all.closed[turn]) found("done for some, and closed for others");
 }
@@ -225,20 +225,20 @@ static void live(void) {
   for (int turn = 1; turn <= rounds; turn++) {
     me()->turn = (uint64_t)turn;
     if (is_closing(current, turn)) {
-      sbn_close(g, SBN_GIVEN_UP);
+      sbn_close(g, SBN_ABANDONED);
       break;
     }
     const int is_other = what & OTHER_KEY && turn == 2;
-    const int tells = what & TELLS && current == 0;
+    const int escalates = what & ESCALATES && current == 0;
     const uint64_t count = (uint64_t)turn;
     double value = value_in(current, turn), total[1];
     int stands = sbn_round(g, 100 + turn + (is_other && current == 0), &count, &value, 1, 1, 1, total,
-                           1000 * turn + 7 * current, tells ? 0 : 1);
-    if (tells && stands == SBN_WAITS) {
+                           1000 * turn + 7 * current, escalates ? 0 : 1);
+    if (escalates && stands == SBN_WAITS) {
       sbn_escalate(g);
       stands = sbn_wait(g, total, 0);
       if (stands == SBN_WAITS) {
-        all.told[turn] = 1;
+        all.escalated[turn] = 1;
         stands = sbn_wait(g, total, 1);
       }
     }
@@ -273,7 +273,7 @@ static uint64_t hash_of_all(void) {
     }
     for (int other = 0; other < ranks; other++) hash = mixed(hash, all.released[r][other]);
   }
-  for (int turn = 1; turn <= rounds; turn++) hash = mixed(hash, all.told[turn] + 2u * all.closed[turn]);
+  for (int turn = 1; turn <= rounds; turn++) hash = mixed(hash, all.escalated[turn] + 2u * all.closed[turn]);
   return hash ? hash : 1;
 }
 

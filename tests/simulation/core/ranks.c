@@ -52,7 +52,7 @@ static void *live(void *argument) {
       if (all_values[0] != value_in(0, round, 0)) exit(5);
     }
   }
-  sbn_close(&group, SBN_ENDED);
+  sbn_close(&group, SBN_LEFT);
   return NULL;
 }
 

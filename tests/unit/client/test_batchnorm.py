@@ -71,20 +71,20 @@ def test_inputs_of_unsupported_types_are_named():
 
 
 def test_one_value_per_channel_is_refused_on_every_member(members):
-    for told in members(2, member_programs.one_value_per_channel):
-        assert told.startswith("ValueError: layer 'bn': expected more than 1 value per channel over all replicas")
+    for error in members(2, member_programs.one_value_per_channel):
+        assert error.startswith("ValueError: layer 'bn': expected more than 1 value per channel over all replicas")
 
 
 def test_members_with_different_channel_counts_get_an_error_with_the_layer_and_the_numbers(members):
-    told = members(2, member_programs.other_channels)
+    errors = members(2, member_programs.other_channels)
     expected = ("RoundMismatch", "layer 'bn'", "channels, as rank")
-    assert any(all(words in error for words in expected) for error in told), told
-    assert all("RoundMismatch" in error or "ReplicaLost" in error for error in told), told
+    assert any(all(text in error for text in expected) for error in errors), errors
+    assert all("RoundMismatch" in error or "ReplicaLost" in error for error in errors), errors
 
 
 def test_bad_input_breaks_nothing_else(members):
-    for told, output_sum in members(2, member_programs.bad_input_then_good):
-        assert told == ["ValueError", "ValueError", "TypeError"]
+    for errors, output_sum in members(2, member_programs.bad_input_then_good):
+        assert errors == ["ValueError", "ValueError", "TypeError"]
         assert abs(output_sum) < 1e-4
 
 

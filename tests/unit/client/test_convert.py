@@ -354,7 +354,7 @@ def test_revert_is_the_exact_inverse():
     original = everything()
     original["lists"][0].eval()
     original["again"].bias.requires_grad_(requires_grad=False)
-    before, kept = anatomy(original), dict(original.named_modules())
+    before, modules = anatomy(original), dict(original.named_modules())
     converted = client.convert_model(original)
     assert anatomy(converted) != before
     reverted = client.revert_model(converted)
@@ -362,7 +362,7 @@ def test_revert_is_the_exact_inverse():
     assert anatomy(reverted) == before
     assert reverted["again"] is reverted["lists"][0]["a"][1]
     after = dict(reverted.named_modules())
-    replaced = {place for place in kept if after[place] is not kept[place]}
+    replaced = {place for place in modules if after[place] is not modules[place]}
     assert replaced == {"parallel", "parallel.module.1"}, "only the wrappers"
 
 

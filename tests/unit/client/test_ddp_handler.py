@@ -186,7 +186,7 @@ def test_an_invalid_value_on_one_member_is_an_error_on_all(bad, kind, what):
     assert str(first) == str(third)
     assert f"expected values from all ranks, got none from 1; rank 1: {kind.__name__}: " in first.message
     assert first.fields["member"] == 1
-    assert [told for _, *told in results] == [[[0, 1, 2], 2]] * 3
+    assert [ranks_and_rounds for _, *ranks_and_rounds in results] == [[[0, 1, 2], 2]] * 3
 
 
 def test_a_number_that_is_too_large_for_double_precision_is_refused():
@@ -213,9 +213,9 @@ def test_with_invalid_values_on_all_members_each_raises_its_own_error(values):
     def sync(connection):
         return after(connection, lambda: handler(connection).mp_sync(values[connection.rank]))
 
-    for error, *told in run_members(2, sync):
+    for error, *ranks_and_rounds in run_members(2, sync):
         assert type(error) is TypeError
-        assert told == [[0, 1], 2]
+        assert ranks_and_rounds == [[0, 1], 2]
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,10 @@ def test_values_that_cannot_be_joined_are_named_on_every_member(values, what):
         return after(connection, lambda: handler(connection).mp_sync(values[connection.rank]))
 
     results = run_members(len(values), sync)
-    for error, *told in results:
+    for error, *ranks_and_rounds in results:
         with pytest.raises(RoundMismatch, check=says(rf"mp_sync\(\): expected one dtype, and one shape .* {what}")):
             raise error
-        assert told == [list(range(len(values))), 2]
+        assert ranks_and_rounds == [list(range(len(values))), 2]
 
 
 def test_different_keys_are_named_on_every_member():
@@ -244,10 +244,10 @@ def test_different_keys_are_named_on_every_member():
     def sync(connection):
         return after(connection, lambda: handler(connection).mp_sync_dict(dicts[connection.rank]))
 
-    for error, *told in run_members(3, sync):
+    for error, *ranks_and_rounds in run_members(3, sync):
         with pytest.raises(RoundMismatch, check=says(r"ranks 0-2, got 'f1' only from 0, 2; 7 only from 1(\n|$)")):
             raise error
-        assert told == [[0, 1, 2], 2]
+        assert ranks_and_rounds == [[0, 1, 2], 2]
 
 
 def test_a_value_of_a_dict_that_cannot_be_joined_is_named():
@@ -277,7 +277,7 @@ def test_an_invalid_dict_on_one_member_is_an_error_on_all(bad, what):
     assert str(first) == what
     assert type(second) is RoundFailed
     assert what in str(second)
-    assert [told for _, *told in results] == [[[0, 1], 2]] * 2
+    assert [ranks_and_rounds for _, *ranks_and_rounds in results] == [[[0, 1], 2]] * 2
 
 
 def test_a_dict_on_one_member_and_a_value_on_another_is_an_error():
@@ -285,9 +285,9 @@ def test_a_dict_on_one_member_and_a_value_on_another_is_an_error():
         mine = handler(connection)
         return after(connection, lambda: mine.mp_sync_dict({"loss": 1}) if connection.rank else mine.mp_sync(1))
 
-    for error, *told in run_members(2, sync):
+    for error, *ranks_and_rounds in run_members(2, sync):
         assert "got 'data' only from 0; 'loss' only from 1" in error.message
-        assert told == [[0, 1], 2]
+        assert ranks_and_rounds == [[0, 1], 2]
 
 
 def test_a_given_connection_that_is_closed_is_an_error():

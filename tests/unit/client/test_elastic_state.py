@@ -309,8 +309,8 @@ def test_the_error_for_a_mismatching_state_contains_no_terminal_escape(together,
     error, _ = together(2, commit)
     assert type(error) is ProtocolError
     assert what in error.message
-    told = "".join(traceback.format_exception(error))
-    assert "\x1b" not in told
+    text = "".join(traceback.format_exception(error))
+    assert "\x1b" not in text
 
 
 @pytest.mark.parametrize("name", ["commit", "restore", "sync", "_members"])

@@ -46,7 +46,7 @@ def slices(inputs, weights, biases):
 
 
 @pytest.mark.parametrize(
-    ("transform", "words"),
+    ("transform", "message"),
     [
         (lambda run, x: torch.vmap(run)(torch.stack((x, x))), "does not support torch.vmap"),
         (lambda run, x: torch.func.jacrev(run)(x), "does not support torch.vmap"),
@@ -54,9 +54,9 @@ def slices(inputs, weights, biases):
     ],
     ids=["vmap", "jacrev", "jvp"],
 )
-def test_an_unsupported_torch_func_transform_raises_torchs_error(transform, words):
+def test_an_unsupported_torch_func_transform_raises_torchs_error(transform, message):
     inputs, weights, biases = tensors((4,))
-    with pytest.raises(NotImplementedError, match=f"synchronised batch norm .*{words}"):
+    with pytest.raises(NotImplementedError, match=f"synchronised batch norm .*{message}"):
         transform(lambda x: batch_norm(slices([x], weights, biases), exchange())[0], inputs[0])
 
 

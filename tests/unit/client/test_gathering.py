@@ -130,7 +130,7 @@ def test_the_master_refuses_rows_unfit_for_a_gather(rows, what):
 )
 def test_an_invalid_first_round_is_refused(integers, what):
     with pytest.raises(ProtocolError, match=what):
-        gather(lambda _: _brought(integers), b"", 0, 1)
+        gather(lambda _: _aggregate(integers), b"", 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_an_invalid_first_round_is_refused(integers, what):
     ],
 )
 def test_a_further_round_of_another_width_or_with_another_member_is_refused(further, problem):
-    rounds = iter([_brought([16, 1, 7]), _brought(*further)])
+    rounds = iter([_aggregate([16, 1, 7]), _aggregate(*further)])
     with pytest.raises(ProtocolError, match=problem):
         gather(lambda _: next(rounds), bytes(16), 0, 1)
 
 
-def _brought(integers: list[int], *members: int) -> Aggregate:
+def _aggregate(integers: list[int], *members: int) -> Aggregate:
     return Aggregate(key(), 1, 0, Members.of(members or [0]), np.array([integers], "<i8").view("<f8"))
 
 

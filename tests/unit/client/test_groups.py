@@ -37,8 +37,8 @@ def row(value: float) -> Rows:
 
 def total(connection: Connection, group: Group | str | None = None, value: float | None = None) -> float:
     """The sum of the group's contributions; each member contributes 10 to the power of its rank, or `value`."""
-    brought = row(10.0**connection.rank if value is None else value)
-    return SlavePipe(connection, "bn", group).run_slave(brought).values.item()
+    contribution = row(10.0**connection.rank if value is None else value)
+    return SlavePipe(connection, "bn", group).run_slave(contribution).values.item()
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def test_the_error_about_the_hosts_group_names_the_missing_variable(environ, mes
 
 
 @pytest.mark.parametrize(
-    ("environ", "world_size", "is_told"),
+    ("environ", "world_size", "expected"),
     [
         ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, 4, True),
         ({"LOCAL_WORLD_SIZE": "2"}, 4, True),
@@ -125,13 +125,13 @@ def test_the_error_about_the_hosts_group_names_the_missing_variable(environ, mes
         ({"LOCAL_WORLD_SIZE": "", "WORLD_SIZE": ""}, 4, False),
     ],
 )
-def test_the_local_size_counts_only_if_the_launcher_has_started_the_whole_job(environ, world_size, is_told):
-    assert groups.has_local_size(environ, world_size) is is_told
+def test_the_local_size_counts_only_if_the_launcher_has_started_the_whole_job(environ, world_size, expected):
+    assert groups.has_local_size(environ, world_size) is expected
 
 
 def test_without_a_launcher_the_members_of_a_host_are_those_that_name_the_same_machine():
-    told = {0: b"machine 1", 2: b"machine 2", 3: b"machine 1", 5: b"machine 2"}
-    found = {rank: groups.from_hosts(told, rank) for rank in told}
+    machine_ids = {0: b"machine 1", 2: b"machine 2", 3: b"machine 1", 5: b"machine 2"}
+    found = {rank: groups.from_hosts(machine_ids, rank) for rank in machine_ids}
     assert found[0] == found[3] != found[2] == found[5]
     assert (found[5].name, found[5].size) == ("local host of rank 2", 2)
 

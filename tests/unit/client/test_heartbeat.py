@@ -157,13 +157,13 @@ def test_a_session_that_no_master_knows_sends_nothing(start, beacon):
 
 def test_idle_channels_are_closed_after_the_first_heartbeat_of_each_reconnect(monkeypatch, start, beacon):
     monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 3600.0)
-    told = []
-    heartbeat = start(lambda: [a_session()], lambda: told.append(len(beacon.sent)))
+    counts = []
+    heartbeat = start(lambda: [a_session()], lambda: counts.append(len(beacon.sent)))
     for number in range(1, 4):
         beacon.events.put("connected")
         wait_until(lambda number=number: len(beacon.sent) == number)
     heartbeat.stop()
-    assert told == [2, 3], "after the heartbeat: the master must know the new connection before idle channels close"
+    assert counts == [2, 3], "after the heartbeat: the master must know the new connection before idle channels close"
 
 
 @pytest.mark.usefixtures("quick")
@@ -216,8 +216,8 @@ def test_the_failure_of_this_job_is_received_and_that_of_another_job_ignored(bea
     heartbeat = thread_of(beacon, lambda: [a_session()], broken_job)
     fields = {"job": "job", "group": "world", "member": 1, "step": 3, "cause": "boom"}
     others = {**fields, "job": "another"}
-    news = [Failure("replica_lost", "not ours", others), Failure("replica_lost", "ours", fields)]
-    beacon.incoming = [encode(message) for message in news]
+    failures = [Failure("replica_lost", "not ours", others), Failure("replica_lost", "ours", fields)]
+    beacon.incoming = [encode(message) for message in failures]
     heartbeat.wake()
     heard = broken_job.wait_for_cause(20.0)
     heartbeat.stop()
@@ -392,9 +392,9 @@ def test_ranks_without_need_of_the_server_learn_once_that_it_is_away(is_in_memor
     scheduler, session = HeartbeatScheduler(), a_session()
     if is_in_memory:
         session.transport.memory = SimpleNamespace(is_abandoned=False)
-    told = [scheduler.outage_warning(float(now), [session], is_connected=False) for now in range(60)]
-    assert (told[9], len([text for text in told if text])) == ("", times)
-    assert not times or "no connection to the server for 10 s. The ranks continue in shared memory" in told[10]
+    texts = [scheduler.outage_warning(float(now), [session], is_connected=False) for now in range(60)]
+    assert (texts[9], len([text for text in texts if text])) == ("", times)
+    assert not times or "no connection to the server for 10 s. The ranks continue in shared memory" in texts[10]
 
 
 def test_a_second_absence_of_the_server_is_reported_too():
@@ -414,11 +414,11 @@ def test_a_rank_with_unanswered_messages_is_warned_too(start, beacon, monkeypatc
     session.transport.memory = SimpleNamespace(is_abandoned=False)
     start(lambda: [session])
 
-    def is_told():
+    def is_warned():
         session.last_sent = time.monotonic()
         return "no connection to the server" in caplog.text
 
-    wait_until(is_told)
+    wait_until(is_warned)
 
 
 def opened(session):

@@ -63,9 +63,9 @@ def test_fewer_than_two_unmasked_values_are_refused_on_every_member(members):
         Shards("2d", (2, 1, 3), masks=("none",) * 3),
         Shards("1d of (N, C)", (1, 2, 2), masks=("some", "none", "none")),
     ]
-    for told in members(3, shards.refused, cases):
-        assert [kept for _, kept in told] == [True, True]
-        for count, (error, _) in enumerate(told):
+    for results in members(3, shards.refused, cases):
+        assert [is_intact for _, is_intact in results] == [True, True]
+        for count, (error, _) in enumerate(results):
             expected = (
                 f"layer 'bn': expected more than 1 value per channel over all replicas when training, got {count} "
             )

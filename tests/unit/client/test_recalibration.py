@@ -273,8 +273,8 @@ def test_progress_is_called_for_every_batch():
 
 def test_zero_batches_are_an_error_on_every_member(members):
     expected = "ValueError: loader: expected values for at least one layer, got none in the 0 batches of all members"
-    for told, kept in members(2, programs.recalibrate_nothing):
-        assert (unwrap(told), kept) == (expected, True)
+    for error, is_intact in members(2, programs.recalibrate_nothing):
+        assert (unwrap(error), is_intact) == (expected, True)
 
 
 def test_empty_batches_are_counted_and_change_nothing():
@@ -288,16 +288,16 @@ def test_empty_batches_are_counted_and_change_nothing():
 
 def test_nan_on_one_member_is_an_error_on_every_member_and_names_the_layers(members):
     expected = "ValueError: loader: expected finite values, got NaN or infinity in layers '1', '4'; all layers keep"
-    for told, kept in members(2, programs.recalibrate_nan_of_member_0):
-        assert unwrap(told).startswith(expected), told
-        assert kept
+    for error, is_intact in members(2, programs.recalibrate_nan_of_member_0):
+        assert unwrap(error).startswith(expected), error
+        assert is_intact
 
 
 def test_members_that_measure_different_layers_get_an_error_that_names_them(members):
-    for number, (told, kept) in enumerate(members(2, programs.recalibrate_other_layers)):
-        assert "RoundMismatch" in told
-        assert f"got layer '{1 - number}' with 3 channels" in told
-        assert kept
+    for number, (error, is_intact) in enumerate(members(2, programs.recalibrate_other_layers)):
+        assert "RoundMismatch" in error
+        assert f"got layer '{1 - number}' with 3 channels" in error
+        assert is_intact
 
 
 class Idle(nn.Module):

@@ -84,10 +84,10 @@ def test_a_checkpoint_around_a_first_layer_whose_input_needs_no_gradient():
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("can_tell", [True, False], ids=["this torch", "torch before 2.8"])
+@pytest.mark.parametrize("has_top_hooks", [True, False], ids=["this torch", "torch before 2.8"])
 @pytest.mark.parametrize("number", range(3))
-def test_a_checkpoint_around_one_replica_and_not_its_siblings(number, can_tell, monkeypatch):
-    if not can_tell:
+def test_a_checkpoint_around_one_replica_and_not_its_siblings(number, has_top_hooks, monkeypatch):
+    if not has_top_hooks:
         monkeypatch.setattr(checkpointing, "_top", None)
     wrapped = client.DataParallelWithCallback(client.convert_model(OneCheckpointed(model(), number)), ["cpu"] * 3)
     expected = train(model(), 2, lambda model, x: model(x))
@@ -279,12 +279,12 @@ def test_a_call_is_forgotten_with_its_graph():
 
 def test_a_layer_is_forgotten_with_its_graphs_when_another_is_called():
     exchanges = ExchangeCache()
-    kept = exchange_of([1.0, 2.0])
-    exchanges.add(kept, has_graph=True)
+    call = exchange_of([1.0, 2.0])
+    exchanges.add(call, has_graph=True)
     for number in range(3):
         exchanges.add(exchange_of([1.0, 2.0], f"bn {number}"), has_graph=True)
     assert list(exchanges._with_graph) == ["bn", "bn 2"]
-    assert find(exchanges, 0, moments_of([1.0, 2.0])) is kept
+    assert find(exchanges, 0, moments_of([1.0, 2.0])) is call
 
 
 def test_the_oldest_call_without_a_graph_is_forgotten_beyond_the_limit():
@@ -298,7 +298,7 @@ def test_the_oldest_call_without_a_graph_is_forgotten_beyond_the_limit():
 def test_a_layer_that_is_called_no_more_is_forgotten_and_one_that_is_called_seldom_is_not():
     exchanges = ExchangeCache()
     gone = exchange_of([1.0, 2.0], "gone")
-    kept = weakref.ref(gone)
+    reference = weakref.ref(gone)
     exchanges.add(gone, has_graph=False)
     del gone
     for _ in range(3):
@@ -306,4 +306,4 @@ def test_a_layer_that_is_called_no_more_is_forgotten_and_one_that_is_called_seld
         for _ in range(MAX_WITHOUT_GRAPH):
             exchanges.add(exchange_of([1.0, 4.0], "often"), has_graph=False)
         assert find(exchanges, 0, moments_of([1.0, 3.0])) is not None
-    assert kept() is None
+    assert reference() is None

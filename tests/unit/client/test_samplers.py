@@ -136,9 +136,9 @@ def test_loaders_split_again_are_shuffled_as_before_and_get_the_epoch_once():
 
 def test_a_sampler_that_is_dropped_is_warned_of():
     loop = train_loop(train=DataLoader(SAMPLES, sampler=data.WeightedRandomSampler([1.0] * 10, 5)))
-    with pytest.warns(UserWarning, match="train_loader: expected a sequential or random sampler, got Weighted") as told:
+    with pytest.warns(UserWarning, match="train_loader: expected a sequential or random sampler, got Weighted") as log:
         DDPHandler(loop).add_distributed_samplers(2, 0)
-    assert told[0].filename == __file__
+    assert log[0].filename == __file__
     assert not loop.train_loader.sampler.shuffle
 
 
@@ -150,9 +150,9 @@ def test_an_elastic_job_splits_among_the_present_ranks():
     def split(connection):
         loop = train_loop(train=DataLoader(SAMPLES, batch_size=5))
         handler = DDPHandler(loop, connection=connection)
-        told = handler.mp_sync(connection.rank).tolist()
+        ranks = handler.mp_sync(connection.rank).tolist()
         handler.add_distributed_samplers()
-        return told, samples(loop.train_loader)
+        return ranks, samples(loop.train_loader)
 
     results = in_threads([lambda one=one: split(one) for one in connections])
     assert results == [([0, 2], [0, 2, 4, 6, 8]), ([0, 2], [1, 3, 5, 7, 9])]

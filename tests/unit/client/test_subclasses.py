@@ -303,9 +303,9 @@ def test_a_layer_that_computes_its_own_statistics_is_reported_after_its_first_st
     client.convert_model(model)
     for _ in range(2):
         model(batch()[0])
-    told = "the forward of Foreign did not call batch_norm with the layer's tensors"
+    problem = "the forward of Foreign did not call batch_norm with the layer's tensors"
     advice = "a rank without rows must call it with an empty tensor of shape (0, C)"
-    assert caplog.messages == [f"layer '0.1' not synchronised: {told}; {advice}"]
+    assert caplog.messages == [f"layer '0.1' not synchronised: {problem}; {advice}"]
     reason = "its forward did not call batch_norm in training"
     report = client.conversion_report(model)
     assert report.synchronised == {"2.1": "Functional"}

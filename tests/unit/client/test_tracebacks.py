@@ -190,7 +190,7 @@ NOT_DECORATED = {
     *("SlavePipe.places", "ElasticState.restore", "commit_running_statistics", "conversion_report"),
     *("current_connection", "disconnect", "set_sbn_eps_mode"),
     # Replicas meet later, in `parallel_apply`.
-    *("execute_replication_callbacks", "patch_replication_callback"),
+    "patch_replication_callback",
     # They raise TypeError.
     *("register_conversion", "synchronized_class"),
     # They call `hide_internal_frames` themselves: in each round, and in a context manager.
@@ -210,7 +210,7 @@ NOT_DECORATED = {
     *("Connection.group", "Connection.is_alone"),
 }
 # Torch calls the methods of these classes, or they raise no error of ours.
-OF_TORCH = {"DataParallelWithCallback", "CallbackContext", "ElasticSampler"}
+OF_TORCH = {"CallbackContext", "ElasticSampler"}
 
 
 def public_functions():

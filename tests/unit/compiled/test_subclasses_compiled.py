@@ -30,7 +30,7 @@ def _no(*_):
 
 
 @pytest.fixture(autouse=True)
-def _in_company():
+def _always_synchronised():
     """Makes layers synchronise as if there were other members; none contributes."""
     torch.compiler.reset()
     with mock.patch.object(client.SynchronizedBatchNorm, "_must_synchronise", _yes):

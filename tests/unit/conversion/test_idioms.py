@@ -331,9 +331,9 @@ def test_a_call_without_tensors_next_to_a_call_with_tensors_is_reported(caplog):
     model = client.convert_model(nn.Sequential(MovesApart(CHANNELS)))
     for _ in range(2):
         model(batch())
-    told = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
-    assert len(told) == 1
-    assert "layer '0': the forward of MovesApart also calls batch_norm without the layer's tensors" in told[0]
+    messages = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
+    assert len(messages) == 1
+    assert "layer '0': the forward of MovesApart also calls batch_norm without the layer's tensors" in messages[0]
 
 
 @pytest.mark.parametrize("given", [nn.BatchNorm2d(CHANNELS), nn.InstanceNorm2d, None])
@@ -361,7 +361,7 @@ def test_only_layers_whose_forward_does_not_normalise_with_their_tensors_are_nam
     assert list(report.synchronised) == ["0"]
     ((path, (_, reason)),) = report.left.items()
     assert (path, reason) == ("1", "its forward did not call batch_norm in training")
-    assert any("layer '1' not synchronised: the forward of " in told for told in caplog.messages)
+    assert any("layer '1' not synchronised: the forward of " in text for text in caplog.messages)
 
 
 class Recomputing(torch.autograd.Function):

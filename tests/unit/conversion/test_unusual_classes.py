@@ -113,13 +113,13 @@ class Listed(nn.Module):
 
 def test_layers_that_are_also_in_a_plain_list_are_converted_and_reverted_in_place():
     model = Listed()
-    kept = list(model.layers)
+    layers = list(model.layers)
     client.convert_model(model)
-    assert model.layers == [model.layer0, model.layer1] == kept
-    assert {type(layer) for layer in kept} == {client.SynchronizedBatchNorm2d}
+    assert model.layers == [model.layer0, model.layer1] == layers
+    assert {type(layer) for layer in layers} == {client.SynchronizedBatchNorm2d}
     client.revert_model(model)
-    assert model.layers == [model.layer0, model.layer1] == kept
-    assert {type(layer) for layer in kept} == {nn.BatchNorm2d}
+    assert model.layers == [model.layer0, model.layer1] == layers
+    assert {type(layer) for layer in layers} == {nn.BatchNorm2d}
 
 
 @pytest.mark.usefixtures("compiling")

@@ -33,7 +33,7 @@ class World:
 
     def send(self, message: messages.Message, tenant: Principal, peer: bytes = b"bob") -> dict[bytes, Any]:
         replies = self.dispatcher.receive(0.0, peer, encode(message), tenant).replies
-        return {whom: decode(frame) for whom, frame in replies}
+        return {peer_id: decode(frame) for peer_id, frame in replies}
 
     @property
     def group(self) -> dict[str, Any]:
@@ -125,9 +125,9 @@ def test_the_status_shows_a_tenant_its_jobs_only(world):
 def test_a_revoked_member_is_lost_with_the_reason(world):
     world.send(register(0, job="b-1"), BOB)
     replies = world.dispatcher.revoke(1.0, {BOB.key: BOB})
-    told = {whom: decode(frame) for whom, frame in replies}
-    assert told[b"alice 0"].code == "replica_lost"
-    assert told[b"alice 0"].fields["cause"] == REVOKED
+    answers = {peer_id: decode(frame) for peer_id, frame in replies}
+    assert answers[b"alice 0"].code == "replica_lost"
+    assert answers[b"alice 0"].fields["cause"] == REVOKED
     assert [group["job"] for group in world.dispatcher.report(1.0)["groups"]] == ["b-1"]
 
 
@@ -181,10 +181,10 @@ TOKENS = [session_of(member) for member in range(3)]
 
 def test_no_frame_and_no_line_of_the_log_holds_a_token(caplog):
     caplog.set_level("DEBUG")
-    dispatcher, told = Dispatcher(b"server-0", 0.0), []
+    dispatcher, replies = Dispatcher(b"server-0", 0.0), []
 
     def say(now, message, peer=b"peer"):
-        told.extend(dispatcher.receive(now, peer, encode(message)).replies)
+        replies.extend(dispatcher.receive(now, peer, encode(message)).replies)
 
     for member in range(2):
         say(0.0, register(member))
@@ -197,12 +197,12 @@ def test_no_frame_and_no_line_of_the_log_holds_a_token(caplog):
     say(0.2, contribution(2))
     say(0.2, Heartbeat(TOKENS[2]))
     say(0.3, StatusRequest())
-    told += dispatcher.probes(1.0)
+    replies += dispatcher.probes(1.0)
     say(0.4, Leave(TOKENS[1], "ValueError: wrong"))
     say(0.5, contribution(1))
     say(0.5, register(1))
-    told += dispatcher.tick(60.0) + dispatcher.shutdown_notices() + dispatcher.stop()
-    frames = [frame for _, frame in told]
+    replies += dispatcher.tick(60.0) + dispatcher.shutdown_notices() + dispatcher.stop()
+    frames = [frame for _, frame in replies]
     codes = {answer.code for answer in map(decode, frames) if isinstance(answer, Failure)}
     assert {"protocol", "world_size", "duplicate_member", "conflict", "unknown_session", "refused"} <= codes
     written = b"\0".join([*frames, caplog.text.encode()])

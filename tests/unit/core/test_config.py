@@ -95,7 +95,7 @@ def test_a_bad_log_level_in_the_environment_is_a_usage_error(monkeypatch, capsys
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "text"),
     [
         (["--isecure"], "unknown option --isecure; did you mean --insecure?"),
         (["--max-group=4"], "unknown option --max-group; did you mean --max-groups?"),
@@ -107,9 +107,9 @@ def test_a_bad_log_level_in_the_environment_is_a_usage_error(monkeypatch, capsys
         (["check", "a", "b"], "unexpected argument 'b'"),
     ],
 )
-def test_a_mistyped_option_gets_a_suggestion(arguments, words, capsys):
+def test_a_mistyped_option_gets_a_suggestion(arguments, text, capsys):
     assert exit_code(arguments) == 2
-    assert words in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
 def test_insecure_has_many_spellings_and_the_error_about_another_value_lists_them():

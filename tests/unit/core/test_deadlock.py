@@ -57,14 +57,14 @@ class Job:
 
     def wait(self, seconds: float) -> dict[bytes, Message]:
         """Lets the server tick while all members are alive; returns the messages by peer."""
-        told: dict[bytes, Message] = {}
+        answers: dict[bytes, Message] = {}
         for _ in range(round(seconds / 0.25)):
             self.now += 0.25
             for session in list(self.dispatcher._registry.sessions):
                 self.dispatcher.receive(self.now, b"beacon", encode(Heartbeat(session)))
             # Messages to the heartbeat socket are tested elsewhere.
-            told |= read([(whom, frame) for whom, frame in self.dispatcher.tick(self.now) if whom != b"beacon"])
-        return told
+            answers |= read([reply for reply in self.dispatcher.tick(self.now) if reply[0] != b"beacon"])
+        return answers
 
 
 def peer(member: int, thread: str = "") -> bytes:
@@ -78,8 +78,8 @@ def test_members_with_different_layer_orders_learn_who_waits_where():
     job = Job(2)
     job.contribute(0, key("layer1.bn", step=7))
     job.contribute(1, key("layer2.bn", step=7, call=3))
-    told = job.wait(QUIET)
-    assert mismatches(told) == {b"0", b"1"}
+    answers = job.wait(QUIET)
+    assert mismatches(answers) == {b"0", b"1"}
     text = (
         "deadlock: the ranks wait in different places\n"
         "  rank 0 (host 0, process 00)  waits 0.5 s  in forward of layer 'layer1.bn', call 0, step 7\n"
@@ -88,7 +88,7 @@ def test_members_with_different_layer_orders_learn_who_waits_where():
         "Run the same layers in the same order on every rank, equally often; "
         "a rank without rows passes an empty (0, C) tensor."
     )
-    for answer, mine in ((told[b"0"], key("layer1.bn", step=7)), (told[b"1"], key("layer2.bn", step=7, call=3))):
+    for answer, mine in ((answers[b"0"], key("layer1.bn", step=7)), (answers[b"1"], key("layer2.bn", step=7, call=3))):
         assert answer.key == mine
         assert answer.message == text
         assert answer.fields == {
@@ -113,9 +113,9 @@ def test_one_member_in_another_layer_ends_all_with_an_error(odd):
     for member in range(3):
         job.contribute(member, A)
     job.contribute(3, odd)
-    told = job.wait(QUIET)
-    assert mismatches(told) == {b"0", b"1", b"2", b"3"}
-    for each in told.values():
+    answers = job.wait(QUIET)
+    assert mismatches(answers) == {b"0", b"1", b"2", b"3"}
+    for each in answers.values():
         rows = [line for line in each.message.splitlines() if line.startswith("  rank ")]
         assert [row[:29] for row in rows] == [f"  rank {rank} (host {rank}, process {rank}0)" for rank in range(4)]
         assert all("  waits 0.5 s  in forward of layer 'layer1.bn'," in row for row in rows[:3])
@@ -126,8 +126,8 @@ def test_while_one_member_runs_nobody_is_stuck_until_the_deadline():
     job.contribute(0, A)
     job.contribute(1, B)
     assert job.wait(59.0) == {}
-    told = job.wait(2.0)
-    assert {whom: answer.code for whom, answer in told.items()} == {b"0": "timeout", b"1": "timeout"}
+    answers = job.wait(2.0)
+    assert {peer_id: answer.code for peer_id, answer in answers.items()} == {b"0": "timeout", b"1": "timeout"}
 
 
 def test_threads_of_two_members_in_opposite_orders_are_not_stuck():
@@ -200,13 +200,13 @@ def test_a_member_with_a_new_error_counts_as_running():
         job.contribute(0, A, "a")
         job.contribute(1, B, "b")
         job.contribute(0, PAIR, "c")
-        told = job.wait(0.25)
+        answers = job.wait(0.25)
         if way == "mismatch":
-            told = job.contribute(1, PAIR, "d", channels=2)
-        told |= job.wait(0.25)
-        assert {answer.code for answer in told.values()} == {way}
-        assert b"0 c" in told
-        assert not {b"0 a", b"1 b"}.intersection(told)
+            answers = job.contribute(1, PAIR, "d", channels=2)
+        answers |= job.wait(0.25)
+        assert {answer.code for answer in answers.values()} == {way}
+        assert b"0 c" in answers
+        assert not {b"0 a", b"1 b"}.intersection(answers)
         assert mismatches(job.wait(QUIET)) == {b"0 a", b"1 b"}
 
 
@@ -234,11 +234,11 @@ def test_after_a_mismatch_the_rounds_are_over():
     job = Job(2)
     job.contribute(0, A)
     job.contribute(1, B)
-    told = job.wait(QUIET)
+    answers = job.wait(QUIET)
     assert job.wait(5.0) == {}
-    assert job.contribute(0, A, "again")[b"0 again"] == told[b"0"]
+    assert job.contribute(0, A, "again")[b"0 again"] == answers[b"0"]
     # A late contribution gets the same error, and nothing waits there.
-    assert job.contribute(1, A)[b"1"] == told[b"0"]
+    assert job.contribute(1, A)[b"1"] == answers[b"0"]
     (group,) = job.dispatcher.report(job.now)["groups"]
     assert (group["waiting"], group["rounds_failed"], group["lost"]) == ([], 2, "")
 
@@ -262,11 +262,11 @@ def test_members_of_two_groups_may_wait_for_one_another():
     job.open("pair", 0, 1)
     job.contribute(0, PAIR)
     job.contribute(1, A)
-    told = job.wait(QUIET)
-    assert mismatches(told) == {b"0", b"1"}
-    assert "waits 0.5 s  in forward of layer 'layer1.bn', step 0, group 'pair'" in told[b"0"].message
-    assert "waits 0.5 s  in forward of layer 'layer1.bn', step 0, group 'world'" in told[b"0"].message
-    assert [told[whom].key for whom in (b"0", b"1")] == [PAIR, A]
+    answers = job.wait(QUIET)
+    assert mismatches(answers) == {b"0", b"1"}
+    assert "waits 0.5 s  in forward of layer 'layer1.bn', step 0, group 'pair'" in answers[b"0"].message
+    assert "waits 0.5 s  in forward of layer 'layer1.bn', step 0, group 'world'" in answers[b"0"].message
+    assert [answers[peer_id].key for peer_id in (b"0", b"1")] == [PAIR, A]
 
 
 def test_members_of_a_ring_of_groups_are_stuck():
@@ -288,10 +288,10 @@ def test_members_may_wait_for_a_group_to_open_and_for_one_another():
     job.contribute(1, A)
     assert job.wait(QUIET - 0.25) == {}
     job.open("pair", 0, size=2)  # rank 0 asks again, which changes nothing
-    told = job.wait(0.25)
-    assert mismatches(told) == {b"0 pair", b"1"}
-    assert "rank 0 (host 0, process 00)  waits 0.5 s  for group 'pair' to open" in told[b"1"].message
-    first = told[b"0 pair"]
+    answers = job.wait(0.25)
+    assert mismatches(answers) == {b"0 pair", b"1"}
+    assert "rank 0 (host 0, process 00)  waits 0.5 s  for group 'pair' to open" in answers[b"1"].message
+    first = answers[b"0 pair"]
     assert first.key is None
     assert first.message.startswith("deadlock: the ranks wait")
     assert list(first.fields) == ["job", "group", "table", "places"]
@@ -304,9 +304,9 @@ def test_a_member_that_missed_why_its_group_ended_learns_it_by_asking_again():
     job.open("pair", 0, size=2)
     job.contribute(1, A)
     job.wait(QUIET)
-    told = job.send(register(0, 2, job="job", group="pair", session=job.session(0, "pair")), b"0 anew")
-    assert mismatches(told) == {b"0 anew"}
-    assert "its ranks waited in different places" in told[b"0 anew"].message
+    answers = job.send(register(0, 2, job="job", group="pair", session=job.session(0, "pair")), b"0 anew")
+    assert mismatches(answers) == {b"0 anew"}
+    assert "its ranks waited in different places" in answers[b"0 anew"].message
 
 
 def test_members_that_wait_for_different_groups_to_open_get_one_error():
@@ -323,10 +323,10 @@ def test_members_may_wait_for_all_to_come_back_and_for_one_another():
     job.come_back(0)
     job.contribute(1, PAIR)
     assert job.wait(THREADED_QUIET_SECONDS - 0.5) == {}, "another thread of rank 0 may still contribute"
-    told = job.wait(0.5)
-    assert mismatches(told) == {b"0", b"1"}
-    assert "rank 0 (host 0, process 00)  waits 10.0 s  for all ranks to leave client.join\n" in told[b"1"].message
-    assert told[b"0"].message.endswith(deadlock.ADVICE_FOR_PASSES)
+    answers = job.wait(0.5)
+    assert mismatches(answers) == {b"0", b"1"}
+    assert "rank 0 (host 0, process 00)  waits 10.0 s  for all ranks to leave client.join\n" in answers[b"1"].message
+    assert answers[b"0"].message.endswith(deadlock.ADVICE_FOR_PASSES)
     assert job.wait(5.0) == {}, "reported once"
 
 
@@ -366,9 +366,9 @@ def test_the_error_of_a_thousand_members_is_short():
     job = Job(1000)
     for member in range(1000):
         job.contribute(member, B if member == 7 else A)
-    told = job.wait(QUIET)
-    assert len(mismatches(told)) == 1000
-    text = told[b"999"].message
+    answers = job.wait(QUIET)
+    assert len(mismatches(answers)) == 1000
+    text = answers[b"999"].message
     assert text.splitlines()[1:6] == [
         "  rank 0 (host 0, process 00)  waits 0.5 s  in forward of layer 'layer1.bn', step 0",
         "  rank 1 (host 1, process 10)  waits 0.5 s  in forward of layer 'layer1.bn', step 0",
@@ -376,7 +376,7 @@ def test_the_error_of_a_thousand_members_is_short():
         "  ... and 996 more ranks in forward of layer 'layer1.bn', step 0",
         "  rank 7 (host 7, process 70)  waits 0.5 s  in forward of layer 'layer2.bn', step 0",
     ]
-    row, odd = told[b"999"].fields["table"]
+    row, odd = answers[b"999"].fields["table"]
     assert (row["nr_members"], row["members"]) == (999, [*range(7), *range(8, 65)])
     assert (odd["nr_members"], odd["members"]) == (1, [7])
 
@@ -385,9 +385,9 @@ def test_the_error_of_many_places_names_the_most_crowded_ones():
     job = Job(200, place="h" * limits.MAX_NAME_BYTES)
     for member in range(200):
         job.contribute(member, key("é" * 120 + f"{max(0, member - 1):03d}"))
-    told = job.wait(QUIET)
-    assert len(mismatches(told)) == 200
-    for answer in told.values():
+    answers = job.wait(QUIET)
+    assert len(mismatches(answers)) == 200
+    for answer in answers.values():
         assert len(answer.message.encode()) <= limits.MAX_TEXT_BYTES
         assert answer.message.splitlines()[1].startswith("  rank 0 (hhh")
         assert " more places\n  in job 'job', group 'world', epoch 0\n" in answer.message
@@ -436,7 +436,7 @@ def test_a_mismatch_is_raised_exactly_if_no_member_can_continue(data, n):
         job.open(name, *groups[name])
     steps = [[(group, layer) for group, layer in data.draw(programs) if member in groups[group]] for member in range(n)]
     places = _run(job, steps)
-    told = job.wait(QUIET)
+    answers = job.wait(QUIET)
     ended = {member for member in range(n) if places[member] is None}
     reaches: dict[int, set[int]] = {}
     for member in set(range(n)) - ended:
@@ -444,7 +444,7 @@ def test_a_mismatch_is_raised_exactly_if_no_member_can_continue(data, n):
     for _ in range(n):
         for member, others in reaches.items():
             reaches[member] = others.union(*(reaches.get(other, set()) for other in others))
-    assert mismatches(told) == {peer(member) for member, others in reaches.items() if not others & ended}
+    assert mismatches(answers) == {peer(member) for member, others in reaches.items() if not others & ended}
 
 
 def _run(job: Job, steps: list[list[tuple[str, str]]]) -> list[RoundKey | None]:
@@ -464,7 +464,7 @@ def _run(job: Job, steps: list[list[tuple[str, str]]]) -> list[RoundKey | None]:
             calls[member][place] = call + 1
             done[member] += 1
             waiting[member] = key(layer, group=group, call=call)
-            for whom, answer in job.contribute(member, waiting[member]).items():
+            for peer_id, answer in job.contribute(member, waiting[member]).items():
                 assert isinstance(answer, Aggregate)
-                waiting[int(whom)] = None
+                waiting[int(peer_id)] = None
     return waiting

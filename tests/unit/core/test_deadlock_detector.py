@@ -87,8 +87,8 @@ def test_a_deadlock_of_an_ordinary_job_is_reported_within_a_second():
     master = group("job", 64)
     contributors = list(master.membership.contributors.values())
     for contributor in contributors:
-        brought = contribution(contributor.member, key=key("a" if contributor.member % 2 else "b"))
-        master.contribute(0.0, contributor, brought, b"%d" % contributor.member)
+        message = contribution(contributor.member, key=key("a" if contributor.member % 2 else "b"))
+        master.contribute(0.0, contributor, message, b"%d" % contributor.member)
     watch = DeadlockDetector()
     now, found = 0.0, []
     while not found:

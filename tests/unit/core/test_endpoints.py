@@ -121,21 +121,21 @@ def shared(path, mode):
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "error"),
     [
         (lambda path: shared(path, 0o777), "has mode 0777; give a folder of your own"),
         (lambda path: shared(path, 0o1777), "has mode 1777; give a folder of your own"),
         (lambda path: path.write_text(""), "to be a folder; remove it"),
     ],
 )
-def test_a_folder_that_others_can_write_to_is_refused_by_server_and_client(environ, make, told, capsys):
+def test_a_folder_that_others_can_write_to_is_refused_by_server_and_client(environ, make, error, capsys):
     make(Path(environ["XDG_RUNTIME_DIR"]) / "statsd_bn")
-    with pytest.raises(ConfigurationError, check=says(told)):
+    with pytest.raises(ConfigurationError, check=says(error)):
         Service(from_arguments([], environ))
-    with pytest.raises(ConfigurationError, check=says(told)):
+    with pytest.raises(ConfigurationError, check=says(error)):
         endpoints.find_server(environ)
     assert command.main([]) == 2
-    assert told in unwrap(capsys.readouterr().err)
+    assert error in unwrap(capsys.readouterr().err)
 
 
 CLIENTS = {
@@ -164,14 +164,14 @@ def test_a_named_socket_in_a_folder_that_others_can_write_to_is_refused_by_both_
     top = Path(environ["XDG_RUNTIME_DIR"])
     top.chmod(above)
     endpoint = f"ipc://{shared(top / 'shared', mode)}/s"
-    told = (
+    pattern = (
         rf"expected a socket in a folder that other users cannot write to, got {top}/shared, and \S+ has mode [01]777"
     )
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(endpoint.removeprefix("ipc://"))
         other.listen()
         for use in (lambda: CLIENTS[name](endpoint), lambda: command.main(["--bind", endpoint])):
-            assert re.search(told, refusal(use, capsys))
+            assert re.search(pattern, refusal(use, capsys))
 
 
 def test_a_folder_of_this_user_in_a_sticky_folder_and_a_folder_below_a_private_one_are_safe(environ):
@@ -194,8 +194,8 @@ def test_a_socket_or_folder_of_another_user_is_refused_by_clients(environ, name,
         path.symlink_to(folder / "bound")
         changed = {"folder": folder, "socket": folder / "bound", "link": path}[theirs]
         os.chown(changed, NOBODY, NOBODY, follow_symlinks=False)
-        told = refusal(lambda: CLIENTS[name](f"ipc://{path}"), capsys)
-    assert f"to belong to this user (uid 0) or to root, got uid {NOBODY}" in told
+        error = refusal(lambda: CLIENTS[name](f"ipc://{path}"), capsys)
+    assert f"to belong to this user (uid 0) or to root, got uid {NOBODY}" in error
 
 
 @pytest.mark.parametrize("name", CLIENTS)
@@ -204,8 +204,8 @@ def test_a_socket_in_no_folder_is_refused_by_both_sides(name, endpoint, capsys):
     """Every user of the host could connect, and end the server by floods of PING on connections that break off."""
     for use in (lambda: CLIENTS[name](endpoint), lambda: command.main(["--insecure", "--bind", endpoint])):
         kind = "a random path" if endpoint == "ipc://*" else "an abstract socket"
-        told = f"expected ipc://PATH in a folder that other users cannot write to, got '{endpoint}', {kind}"
-        assert told in refusal(use, capsys)
+        error = f"expected ipc://PATH in a folder that other users cannot write to, got '{endpoint}', {kind}"
+        assert error in refusal(use, capsys)
 
 
 def test_a_folder_that_its_group_can_write_to_is_warned_of(environ, caplog):
@@ -222,16 +222,16 @@ def test_a_folder_that_its_group_can_write_to_is_warned_of(environ, caplog):
 @pytest.mark.parametrize("host", ["127.0.0.1", "server.example"])
 def test_a_client_without_a_key_connects_by_tcp_only_with_insecure(name, host, capsys, monkeypatch):
     endpoint = f"tcp://{host}:5555"
-    told = f"not connected to {endpoint}: TCP needs a key, and this client has none; pass connect(curve="
+    error = f"not connected to {endpoint}: TCP needs a key, and this client has none; pass connect(curve="
     monkeypatch.delenv("STATSD_BN_CURVE", raising=False)
     monkeypatch.setattr(zmq.Socket, "connect", lambda *_: pytest.fail("it connects"))
     if name == "connect":
-        with pytest.raises(AuthenticationRefused, check=says(re.escape(told))) as caught:
+        with pytest.raises(AuthenticationRefused, check=says(re.escape(error))) as caught:
             CLIENTS[name](endpoint)
         assert caught.value.fields == {"reason": "no key"}
     else:
         assert CLIENTS[name](endpoint) == 5
-        assert told in unwrap(capsys.readouterr().err)
+        assert error in unwrap(capsys.readouterr().err)
 
 
 @needs_another_user
@@ -259,9 +259,9 @@ def test_a_missing_server_of_this_user_is_reported(environ, capsys, monkeypatch)
     monkeypatch.setattr(status, "FIND_SECONDS", 0.0)
     for arguments in (["check"], ["status"]):
         assert command.main(arguments) == 4
-        told = unwrap(capsys.readouterr().err)
-        assert f"no server of this user (uid {os.getuid()}) listens at ipc://{environ['XDG_RUNTIME_DIR']}" in told
-        assert "torchrun" not in told
+        error = unwrap(capsys.readouterr().err)
+        assert f"no server of this user (uid {os.getuid()}) listens at ipc://{environ['XDG_RUNTIME_DIR']}" in error
+        assert "torchrun" not in error
     assert not list(Path(environ["XDG_RUNTIME_DIR"]).iterdir()), "a search creates nothing"
 
 

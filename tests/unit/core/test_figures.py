@@ -28,7 +28,7 @@ class Play:
         replies = self.dispatcher.receive(self.now, b"peer", encode(message), tenant).replies
         return [decode(frame) for _, frame in replies]
 
-    def tell(self, layers, figures=FIGURES):
+    def send_stats(self, layers, figures=FIGURES):
         values = np.stack([figures * [1, 1, 1, 1 / (1 + number)] for number in range(len(layers))])
         assert self.send(SkewStats(session_of(0), 0, "\n".join(layers), values), ALICE) == []
 
@@ -43,7 +43,7 @@ def play():
 
 
 def test_the_answer_has_the_layers_in_order_with_the_figures_of_each_member(play):
-    play.tell(["stem", "head"])
+    play.send_stats(["stem", "head"])
     answer = play.ask()
     assert (answer.first, answer.total, answer.names) == (0, 2, ["stem", "head"])
     np.testing.assert_allclose(answer.values[0], FIGURES)
@@ -51,7 +51,7 @@ def test_the_answer_has_the_layers_in_order_with_the_figures_of_each_member(play
 
 
 def test_a_key_of_other_jobs_gets_no_figures(play):
-    play.tell(["stem"])
+    play.send_stats(["stem"])
     assert play.ask(ANONYMOUS).total == 1
     answer = play.ask(BOB)
     assert (answer.total, answer.names, answer.values.size) == (0, [], 0)
@@ -66,7 +66,7 @@ def test_a_group_without_figures_and_an_unknown_group_give_an_empty_answer(play,
 
 def test_figures_beyond_one_answer_come_in_the_next(play, monkeypatch):
     layers = ["the longest", *(f"layer{number}" for number in range(4))]
-    play.tell(layers)
+    play.send_stats(layers)
     monkeypatch.setattr(limits, "MAX_FIGURES_BYTES", len("layer0\nlayer1\n") + 2 * 64)
     pages = [play.ask(first=first) for first in (0, 1, 3, 5)]
     assert [page.names for page in pages] == [layers[:1], layers[1:3], layers[3:], []]
@@ -74,7 +74,7 @@ def test_figures_beyond_one_answer_come_in_the_next(play, monkeypatch):
 
 
 def test_only_the_tenant_that_asks_too_often_waits(play, monkeypatch):
-    play.tell(["stem"])
+    play.send_stats(["stem"])
     size = len(encode(play.ask()))
     monkeypatch.setattr(report, "BURST_BYTES", 3 * size)
     monkeypatch.setattr(report, "BYTES_PER_SECOND", 2 * size)

@@ -20,11 +20,11 @@ def test_numpy_does_not_warn_of_a_new_nan():
 
 
 def test_nested_calls_set_numpys_state_once(monkeypatch):
-    told = []
+    calls = []
     errstate = np.errstate
-    monkeypatch.setattr(np, "errstate", lambda **given: told.append(given) or errstate(**given))
+    monkeypatch.setattr(np, "errstate", lambda **given: calls.append(given) or errstate(**given))
     assert np.isnan(ignore_float_errors(lambda: difference() + difference())())
-    assert told == [{"all": "ignore"}]
+    assert calls == [{"all": "ignore"}]
 
 
 def test_numpy_warns_again_after_an_error():

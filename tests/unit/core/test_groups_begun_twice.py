@@ -47,8 +47,8 @@ def contribute(world, session, key):
 def test_a_member_of_an_open_group_makes_a_filling_group_recover_and_learns_who_is_missing(late):
     world, session = late
     key = session.forward_key("bn")
-    told = contribute(world, session, key)
-    assert not any(isinstance(answer, Failure) for answer in told), "the server does not ask again and again"
+    messages = contribute(world, session, key)
+    assert not any(isinstance(answer, Failure) for answer in messages), "the server does not ask again and again"
     world.now += limits.SILENCE_SECONDS
     world.deliver(world.dispatcher.tick(world.now))
     (failure,) = answers(world, session)
@@ -97,9 +97,9 @@ def test_members_of_a_group_that_was_begun_twice_get_an_error_and_not_the_others
     assert_conflict(answers(world, left_out))
 
 
-def assert_conflict(told):
-    assert not [answer for answer in told if isinstance(answer, Aggregate)]
-    assert [answer.code for answer in told if isinstance(answer, Failure)] == ["conflict"]
+def assert_conflict(messages):
+    assert not [answer for answer in messages if isinstance(answer, Aggregate)]
+    assert [answer.code for answer in messages if isinstance(answer, Failure)] == ["conflict"]
 
 
 def test_incompatible_results_prove_that_a_group_was_begun_twice():

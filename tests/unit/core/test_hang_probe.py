@@ -108,16 +108,16 @@ def test_a_thousand_stack_requests_keep_no_more_data():
     assert len(job.dispatcher._hang_probe._sampled) <= 2
 
 
-@pytest.mark.parametrize(("runs", "told"), [(MOST_RUNS, range(0, 2 * MOST_RUNS, 2)), (MOST_RUNS + 1, ())])
-def test_of_a_report_with_too_many_runs_of_ranks_only_the_stack_is_kept(runs, told):
+@pytest.mark.parametrize(("runs", "members"), [(MOST_RUNS, range(0, 2 * MOST_RUNS, 2)), (MOST_RUNS + 1, ())])
+def test_of_a_report_with_too_many_runs_of_ranks_only_the_stack_is_kept(runs, members):
     job = Job(2)
     job.ranks = {"0": range(0, 2 * runs, 2)}
     job.processes[1] = Process(LINE, held_in="0", of_0=14)
     job.contribute(0)
     job.pass_time(1.5)
     sighting = job.dispatcher._registry.sessions[session_of(1)].contributor.stack_sample
-    assert list(sighting.latest.members) == list(told)
-    assert len(sighting.launched) == bool(told)
+    assert list(sighting.latest.members) == list(members)
+    assert len(sighting.launched) == bool(members)
     assert LINE in job.pending(0).stacks
 
 
@@ -128,9 +128,9 @@ def test_a_rank_after_a_pass_and_a_rank_in_a_collective_are_reported_within_5_se
     job = Job(2)
     job.processes = {0: Process("train.py:44 main", of_0=12), 1: Process(LINE, held_in="0", of_0=14)}
     job.send(register(0, participation=Participation.REJOINING.value), b"0")
-    told = job.pass_time(4.75)
-    assert mismatches(told) == {0}
-    for text in (told[0].message, job.told[1][0].message):
+    failures = job.pass_time(4.75)
+    assert mismatches(failures) == {0}
+    for text in (failures[0].message, job.inboxes[1][0].message):
         assert "rank 0 (place 0)  waits 2.5 s  for all ranks to leave client.join\n" in text
         assert "rank 1 (place 1)  waits 1.5 s  in a collective of torch\n" in text
     asked = deepcopy(job.asked)
@@ -151,14 +151,14 @@ def test_a_rank_in_a_round_and_a_rank_in_a_collective_are_reported_within_5_seco
     job = Job(2)
     job.processes = {0: Process(LINE, held_in="0", of_0=14), 1: Process("train.py:44 main", of_0=12)}
     job.contribute(1)
-    told = job.pass_time(4.75)
-    assert mismatches(told) == {1}
-    for text in (told[1].message, job.told[0][0].message):
+    failures = job.pass_time(4.75)
+    assert mismatches(failures) == {1}
+    for text in (failures[1].message, job.inboxes[0][0].message):
         assert "rank 0 (place 0)  waits 1.5 s  in a collective of torch\n" in text
         assert f"rank 0 (place 0) is in {LINE}, for 2 s\n" in text
         assert "rank 1 (place 1)  waits 2.5 s  in forward of layer 'bn1', step 3\n" in text
-    assert [row.get("stack") for row in told[1].fields["table"]] == [LINE, None]
-    assert job.told[0][0].key is None
+    assert [row.get("stack") for row in failures[1].fields["table"]] == [LINE, None]
+    assert job.inboxes[0][0].key is None
 
 
 @pytest.mark.parametrize("other", [{1: Process(of_0=14)}, {1: Process(of_0=15)}, {}], ids=["14", "15", "unknown"])
@@ -204,7 +204,7 @@ def test_of_many_ranks_in_rounds_and_collectives_all_get_the_error():
         job.contribute(member)
     job.contribute(4, key("bn2", step=3))
     assert mismatches(job.pass_time(4.75)) == {2, 3, 4}
-    assert [len(job.told[member]) for member in range(5)] == [1, 1, 0, 0, 0]
+    assert [len(job.inboxes[member]) for member in range(5)] == [1, 1, 0, 0, 0]
 
 
 # The report that a job is broken.
@@ -219,17 +219,17 @@ def test_all_members_of_a_broken_strict_job_learn_it_once_at_a_heartbeat(cause, 
     job.handle(Leave(session_of(1), cause), b"1")
     job.pass_time(5.0)
     for member in (0, 2):
-        (news,) = job.told[member]
-        assert news.code == "replica_lost"
-        assert text in news.message
-        assert news.key is None
+        (failure,) = job.inboxes[member]
+        assert failure.code == "replica_lost"
+        assert text in failure.message
+        assert failure.key is None
 
 
 def test_an_elastic_job_continues_without_an_error():
     job = Job(3, min_members=1)
     job.handle(Leave(session_of(1), "RuntimeError: boom"), b"1")
     job.pass_time(5.0)
-    assert job.told[0] == job.told[2] == []
+    assert job.inboxes[0] == job.inboxes[2] == []
 
 
 def test_a_stack_sample_ignores_an_answer_to_an_earlier_request():

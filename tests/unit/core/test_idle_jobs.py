@@ -11,7 +11,7 @@ from support.asked_job import LINE, Job, Process
 from support.strategies import key, session_of
 
 # Maximum delay of a deadlock report: the server sends requests at its ticks.
-TOLD_SECONDS = NO_ROUND_SECONDS + APART_SILENCES * SILENCE_SECONDS + 4 * TICK_SECONDS
+REPORT_SECONDS = NO_ROUND_SECONDS + APART_SILENCES * SILENCE_SECONDS + 4 * TICK_SECONDS
 
 
 def quiet(world_size: int = 2, **given) -> Job:
@@ -25,10 +25,10 @@ def held(kind: str, launched: int, group: str = "0") -> Process:
     return Process(f"{kind}, called from train.py:1 main", held_in=group, kind=kind, **{f"of_{group}": launched})
 
 
-def told_of_mismatch(job: Job) -> set[int]:
-    said = {member: messages for member, messages in job.told.items() if messages}
-    assert all([message.code for message in messages] == ["mismatch"] for messages in said.values())
-    return set(said)
+def members_with_mismatch(job: Job) -> set[int]:
+    received = {member: messages for member, messages in job.inboxes.items() if messages}
+    assert all([message.code for message in messages] == ["mismatch"] for messages in received.values())
+    return set(received)
 
 
 # Who is asked.
@@ -85,9 +85,9 @@ def test_answers_delayed_by_the_server_are_dropped():
     assert "where" in job.report()["members"][0]
     job.now += 10.0
     job.pass_time(4 * TICK_SECONDS)
-    assert told_of_mismatch(job) == set()
-    job.pass_time(TOLD_SECONDS)
-    assert told_of_mismatch(job) == {0, 1}
+    assert members_with_mismatch(job) == set()
+    job.pass_time(REPORT_SECONDS)
+    assert members_with_mismatch(job) == {0, 1}
 
 
 @pytest.mark.parametrize(("seconds", "are_dropped"), [(HEARTBEAT_SECONDS, False), (1.01 * HEARTBEAT_SECONDS, True)])
@@ -108,12 +108,12 @@ def test_only_a_delay_longer_than_a_heartbeat_drops_answers(seconds, are_dropped
 def test_a_rank_in_a_script_collective_and_one_in_a_buffer_broadcast_are_reported(kind, numbers):
     job = quiet()
     job.processes = {0: held(kind, numbers[0]), 1: held(BUFFERS, numbers[1])}
-    job.pass_time(TOLD_SECONDS)
-    assert told_of_mismatch(job) == {0, 1}
-    (said,) = job.told[1]
-    assert f"rank 0 (place 0) is in {kind}, called from train.py:1 main" in said.message
-    assert "rank 1 (place 1) is in buffers, called" in said.message
-    assert [row["stack"].split(",")[0] for row in said.fields["table"]] == [kind, BUFFERS]
+    job.pass_time(REPORT_SECONDS)
+    assert members_with_mismatch(job) == {0, 1}
+    (failure,) = job.inboxes[1]
+    assert f"rank 0 (place 0) is in {kind}, called from train.py:1 main" in failure.message
+    assert "rank 1 (place 1) is in buffers, called" in failure.message
+    assert [row["stack"].split(",")[0] for row in failure.fields["table"]] == [kind, BUFFERS]
 
 
 @pytest.mark.parametrize("one", [BARRIER, ALL_REDUCE, ALL_GATHER])
@@ -122,28 +122,28 @@ def test_only_ranks_in_different_script_collectives_are_reported(one, other):
     job = quiet()
     job.processes = {0: held(one, 12), 1: held(other, 12)}
     job.pass_time(300.0)
-    assert told_of_mismatch(job) == (set() if one == other else {0, 1})
+    assert members_with_mismatch(job) == (set() if one == other else {0, 1})
 
 
 def test_a_deadlock_in_collectives_is_reported_once_until_another_round():
     job = quiet()
     job.processes = {0: held(BARRIER, 12), 1: held(BUFFERS, 12)}
     job.pass_time(60.0)
-    assert told_of_mismatch(job) == {0, 1}
+    assert members_with_mismatch(job) == {0, 1}
     asked = len(job.asked[0])
     job.pass_time(60.0)
     assert len(job.asked[0]) == asked
     for member in (0, 1):
         job.contribute(member, key(step=4))
-    job.pass_time(TOLD_SECONDS)
-    assert [len(job.told[member]) for member in (0, 1)] == [2, 2]
+    job.pass_time(REPORT_SECONDS)
+    assert [len(job.inboxes[member]) for member in (0, 1)] == [2, 2]
 
 
 def test_one_rank_in_another_collective_than_seven_others_is_reported():
     job = quiet(8)
     job.processes = dict.fromkeys(range(8), held(BUFFERS, 13)) | {5: held(BARRIER, 12)}
-    job.pass_time(TOLD_SECONDS)
-    assert told_of_mismatch(job) == set(range(8))
+    job.pass_time(REPORT_SECONDS)
+    assert members_with_mismatch(job) == set(range(8))
 
 
 def test_a_rank_in_a_barrier_that_the_others_cannot_reach_is_reported():
@@ -151,8 +151,8 @@ def test_a_rank_in_a_barrier_that_the_others_cannot_reach_is_reported():
     job = quiet(3)
     job.processes = {0: Process("train.py:57 main", of_0=13), 1: held(BARRIER, 12), 2: held(BUFFERS, 13)}
     job.contribute(0, key(step=4))
-    assert set(job.pass_time(TOLD_SECONDS + 3.0)) == {0}
-    assert told_of_mismatch(job) == {1, 2}
+    assert set(job.pass_time(REPORT_SECONDS + 3.0)) == {0}
+    assert members_with_mismatch(job) == {1, 2}
 
 
 @pytest.mark.parametrize("kind", [BARRIER, ALL_REDUCE, ALL_GATHER])
@@ -160,8 +160,8 @@ def test_a_rank_in_a_script_collective_and_one_in_a_round_with_equal_counts_are_
     job = quiet()
     job.processes = {0: Process("train.py:57 main", of_0=13), 1: held(kind, 12)}
     job.contribute(0, key(step=4))
-    assert set(job.pass_time(TOLD_SECONDS + 3.0)) == {0}
-    assert told_of_mismatch(job) == {1}
+    assert set(job.pass_time(REPORT_SECONDS + 3.0)) == {0}
+    assert members_with_mismatch(job) == {1}
 
 
 # Healthy jobs. Each lasts for ten minutes.
@@ -169,7 +169,7 @@ def test_a_rank_in_a_script_collective_and_one_in_a_round_with_equal_counts_are_
 
 def healthy(job: Job) -> None:
     assert job.pass_time(600.0) == {}
-    assert told_of_mismatch(job) == set()
+    assert members_with_mismatch(job) == set()
 
 
 SAVES, VALIDATES = Process("train.py:80 save"), Process("train.py:80 validate", of_0=12)
@@ -208,7 +208,7 @@ def test_ranks_that_advance_through_collectives_are_not_reported():
         kinds = (BARRIER, BUFFERS) if number % 2 else (BUFFERS, BARRIER)
         job.processes = {member: held(kind, 12 + number) for member, kind in enumerate(kinds)}
         job.pass_time(5.0)
-    assert told_of_mismatch(job) == set()
+    assert members_with_mismatch(job) == set()
 
 
 def test_a_late_rank_at_a_barrier_is_not_reported():
@@ -236,4 +236,4 @@ def test_a_rank_that_waits_for_one_leaving_a_barrier_is_not_reported():
     job.processes = {0: Process("train.py:57 main", of_0=12), 1: Process("train.py:50 augment", of_0=12)}
     job.contribute(0, key(step=4))
     assert job.pass_time(100.0) == {}
-    assert told_of_mismatch(job) == set()
+    assert members_with_mismatch(job) == set()

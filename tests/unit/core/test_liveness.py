@@ -71,7 +71,7 @@ class Clock:
 
 
 def read(replies: list[tuple[bytes, bytes]]) -> Answers:
-    return [(whom, decode(frame)) for whom, frame in replies]
+    return [(peer_id, decode(frame)) for peer_id, frame in replies]
 
 
 def peer(member: int) -> bytes:
@@ -96,8 +96,8 @@ def test_an_answer_to_a_stack_request_gives_a_silent_member_no_more_time(clock):
     clock.contribute(0)
     clock.pass_time(1.25, alive=(0, 1))
     clock.send(messages.StackReport(session_of(2), 1, "", 0, "", Members.of(()), 0), beacon(2))
-    ((whom, told),) = clock.pass_time(SILENCE - 1.25, alive=(0, 1))
-    assert (whom, told.code) == (peer(0), "replica_lost")
+    ((peer_id, failure),) = clock.pass_time(SILENCE - 1.25, alive=(0, 1))
+    assert (peer_id, failure.code) == (peer(0), "replica_lost")
 
 
 def test_a_silent_member_is_lost_to_those_who_wait_and_to_those_who_come_later(clock):
@@ -105,13 +105,13 @@ def test_a_silent_member_is_lost_to_those_who_wait_and_to_those_who_come_later(c
     for member in (0, 1, 2):
         clock.contribute(member, key(step=4))
     clock.contribute(0, key(step=5))
-    ((whom, told),) = clock.pass_time(SILENCE, alive=(0, 1))
-    assert (whom, told.code, told.key) == (peer(0), "replica_lost", key(step=5))
+    ((peer_id, failure),) = clock.pass_time(SILENCE, alive=(0, 1))
+    assert (peer_id, failure.code, failure.key) == (peer(0), "replica_lost", key(step=5))
     cause = "no sign of life for 3.5 s"
-    assert told.message == f"rank 2 (place 2) was lost: {cause}\n  in job 'job', group 'world', step 5"
-    assert told.fields == {"job": "job", "group": "world", "member": 2, "step": 5, "cause": cause}
+    assert failure.message == f"rank 2 (place 2) was lost: {cause}\n  in job 'job', group 'world', step 5"
+    assert failure.fields == {"job": "job", "group": "world", "member": 2, "step": 5, "cause": cause}
     ((_, later),) = clock.contribute(1, key(step=5))
-    assert (later.code, later.fields) == ("replica_lost", told.fields)
+    assert (later.code, later.fields) == ("replica_lost", failure.fields)
 
 
 @pytest.mark.parametrize("step", [8, 60])
@@ -122,8 +122,8 @@ def test_a_lost_member_was_in_the_step_in_which_the_others_wait_for_it(clock, st
         clock.contribute(member, key(step=4))
     clock.send(messages.Heartbeat(session_of(2), 7, 90, "shared_memory"), beacon(2))
     clock.contribute(0, key(step=step))
-    ((_, told),) = clock.pass_time(SILENCE, alive=(0, 1))
-    assert told.fields["step"] == step
+    ((_, failure),) = clock.pass_time(SILENCE, alive=(0, 1))
+    assert failure.fields["step"] == step
 
 
 def test_a_silent_member_is_lost_only_after_the_whole_limit(clock):
@@ -160,8 +160,8 @@ def test_a_member_that_asks_to_rejoin_a_broken_group_is_alive(clock):
     clock.send(messages.Leave(session_of(0), "ZeroDivisionError: augmentation"), peer(0))
     for _ in range(2):
         clock.pass_time(SILENCE - 0.5, alive=(1,))
-        ((_, told),) = clock.send(register(2, 3), peer(2))
-        assert (told.code, told.fields["member"]) == ("replica_lost", 0)
+        ((_, failure),) = clock.send(register(2, 3), peer(2))
+        assert (failure.code, failure.fields["member"]) == ("replica_lost", 0)
     assert clock.present == [1, 2]
 
 
@@ -211,11 +211,11 @@ def test_a_process_is_lost_in_each_of_its_groups(clock):
     clock.send(register(0, 2, group="pair", session=b"in-pair0"), peer(0))
     clock.send(contribution(0, 1.0, key(group="pair"), b"in-pair0"), peer(0))
     clock.contribute(0)
-    told: Answers = []
+    answers: Answers = []
     for _ in range(4):
-        told += clock.pass_time(SILENCE / 4, alive=(0, 1))
+        answers += clock.pass_time(SILENCE / 4, alive=(0, 1))
         clock.send(messages.Heartbeat(b"in-pair0"), beacon(0))
-    lost = {(whom, answer.fields["group"], answer.fields["member"]) for whom, answer in told}
+    lost = {(peer_id, answer.fields["group"], answer.fields["member"]) for peer_id, answer in answers}
     assert lost == {(peer(0), "world", 2), (peer(0), "pair", 2)}
 
 
@@ -224,8 +224,8 @@ def test_a_lost_member_that_returns_gets_the_error_and_ends_nothing(clock):
     clock.open()
     clock.pass_time(SILENCE, alive=(0, 1))
     for message in (contribution(2, 1.0), register(2, 3), messages.Heartbeat(session_of(2))):
-        ((whom, told),) = clock.send(message, peer(2))
-        assert (whom, told.code, told.fields["member"]) == (peer(2), "replica_lost", 2)
+        ((peer_id, failure),) = clock.send(message, peer(2))
+        assert (peer_id, failure.code, failure.fields["member"]) == (peer(2), "replica_lost", 2)
     assert clock.present == [0, 1]
     # A registration with a new session still starts a new run.
     assert clock.send(register(2, 3, session=STRANGER), b"new")[0][1].present == Members.of([2])
@@ -234,8 +234,8 @@ def test_a_lost_member_that_returns_gets_the_error_and_ends_nothing(clock):
 def test_a_member_that_froze_in_a_round_gets_the_error_too(clock):
     clock.open()
     clock.contribute(2)
-    told = clock.pass_time(SILENCE, alive=(0, 1))
-    assert [(whom, answer.fields["member"]) for whom, answer in told] == [(peer(2), 2)]
+    answers = clock.pass_time(SILENCE, alive=(0, 1))
+    assert [(peer_id, answer.fields["member"]) for peer_id, answer in answers] == [(peer(2), 2)]
 
 
 def test_a_delayed_server_declares_no_member_lost(clock):
@@ -261,8 +261,8 @@ def test_a_delayed_server_blames_the_member_that_was_silent_first(clock, cut):
     clock.now += 60.0
     assert clock.dispatcher.tick(clock.now) == []
     clock.contribute(0)
-    ((_, told),) = clock.pass_time(SILENCE, alive=(0,))
-    assert told.fields["member"] == 2
+    ((_, failure),) = clock.pass_time(SILENCE, alive=(0,))
+    assert failure.fields["member"] == 2
 
 
 def test_a_member_that_left_is_not_lost_later(clock):
@@ -279,21 +279,21 @@ def test_probes_go_to_each_member_once_and_answer_no_message(clock):
     clock.open(2)
     clock.send(register(0, 1, group="alone", session=STRANGER), peer(0))
     assert read(clock.dispatcher.probes(clock.now)) == [
-        (whom, messages.Registered(messages.NO_SERVER, b"server-0", 0, 0, 0, NO_MEMBERS))
-        for whom in dict.fromkeys(whom for whom, _ in clock.dispatcher.probes(clock.now))
+        (peer_id, messages.Registered(messages.NO_SERVER, b"server-0", 0, 0, 0, NO_MEMBERS))
+        for peer_id in dict.fromkeys(peer_id for peer_id, _ in clock.dispatcher.probes(clock.now))
     ]
-    assert {whom for whom, _ in clock.dispatcher.probes(clock.now)} == {peer(0), peer(1)}
+    assert {peer_id for peer_id, _ in clock.dispatcher.probes(clock.now)} == {peer(0), peer(1)}
 
 
 def test_a_member_is_probed_at_its_heartbeat_address_unless_it_has_sent_a_message_since(clock):
     clock.open(2)
     clock.beat(0)
     clock.contribute(0)
-    assert {whom for whom, _ in clock.dispatcher.probes(clock.now)} == {beacon(0), peer(1)}
+    assert {peer_id for peer_id, _ in clock.dispatcher.probes(clock.now)} == {beacon(0), peer(1)}
     before = clock.now
     clock.now += 0.02
     clock.contribute(1)
-    assert {whom for whom, _ in clock.dispatcher.probes(before)} == {beacon(0)}
+    assert {peer_id for peer_id, _ in clock.dispatcher.probes(before)} == {beacon(0)}
 
 
 def test_an_unreachable_member_is_lost_without_a_message_in_time(clock):
@@ -301,8 +301,8 @@ def test_an_unreachable_member_is_lost_without_a_message_in_time(clock):
     clock.contribute(1)
     assert clock.cut(peer(0)) == []
     assert clock.pass_time(RECONNECT_SECONDS - 0.01, alive=(1,)) == []
-    ((whom, told),) = clock.pass_time(0.02, alive=(1,))
-    assert (whom, told.code, told.fields["cause"]) == (peer(1), "replica_lost", "the connection was lost")
+    ((peer_id, failure),) = clock.pass_time(0.02, alive=(1,))
+    assert (peer_id, failure.code, failure.fields["cause"]) == (peer(1), "replica_lost", "the connection was lost")
     assert clock.cut(b"nobody") == []
 
 
@@ -329,11 +329,11 @@ def test_a_member_that_closes_a_channel_is_probed_and_kept(clock):
     assert clock.present == [1]
 
 
-@pytest.mark.parametrize("told", [ROUND_TRIPS, LATENESS, DIGEST])
-def test_messages_after_a_heartbeat_hide_no_other_address(clock, told):
+@pytest.mark.parametrize("message", [ROUND_TRIPS, LATENESS, DIGEST])
+def test_messages_after_a_heartbeat_hide_no_other_address(clock, message):
     clock.open(2)
     clock.beat(0)
-    assert clock.send(told, beacon(0)) == []
+    assert clock.send(message, beacon(0)) == []
     assert clock.cut(beacon(0)) == [peer(0)]
     clock.pass_time(2.0, alive=(1,))
     assert clock.present == [0, 1]
@@ -342,17 +342,17 @@ def test_messages_after_a_heartbeat_hide_no_other_address(clock, told):
 def test_a_rank_is_free_once_its_holder_is_lost(clock):
     clock.open(2)
     answers = clock.send(register(0, session=STRANGER), b"second")
-    assert [(whom, answer.code) for whom, answer in answers] == [(b"second", "duplicate_member")]
+    assert [(peer_id, answer.code) for peer_id, answer in answers] == [(b"second", "duplicate_member")]
     clock.cut(peer(0))
     clock.pass_time(0.5, alive=(1,))
     assert clock.send(register(0, session=STRANGER), b"second")[0][1].present == Members.of([0])
 
 
 def test_an_unknown_heartbeat_is_answered_and_a_known_one_is_not(clock):
-    ((whom, told),) = clock.send(messages.Heartbeat(STRANGER), b"who")
-    assert isinstance(told, messages.Failure)
-    assert (whom, told.code, told.key) == (b"who", "unknown_session", None)
-    assert digest(STRANGER).hex() in told.message
+    ((peer_id, failure),) = clock.send(messages.Heartbeat(STRANGER), b"who")
+    assert isinstance(failure, messages.Failure)
+    assert (peer_id, failure.code, failure.key) == (b"who", "unknown_session", None)
+    assert digest(STRANGER).hex() in failure.message
     clock.open(1)
     assert clock.send(messages.Heartbeat(session_of(0)), b"who") == []
 

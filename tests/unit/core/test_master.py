@@ -37,9 +37,9 @@ class Group:
     def join(self, member: int) -> list[Reply]:
         return self.master.register_slave(self.now, self.registration(member), peer(member))[1]
 
-    def contribute(self, member: int, brought: Rows | float = 1.0, key: RoundKey = KEY, at: bytes = b"") -> list[Reply]:
+    def contribute(self, member: int, values: Rows | float = 1.0, key: RoundKey = KEY, at: bytes = b"") -> list[Reply]:
         contributor = self.master.membership.contributors[member]
-        return self.master.contribute(self.now, contributor, contribution(member, brought, key), at or peer(member))
+        return self.master.contribute(self.now, contributor, contribution(member, values, key), at or peer(member))
 
     def leave(self, member: int, cause: str = "") -> list[Reply]:
         return self.master.remove_contributor(self.now, self.master.membership.contributors[member], cause)[1]
@@ -53,9 +53,9 @@ def everyone(*members: int) -> set[bytes]:
     return {peer(member) for member in members}
 
 
-def told(replies: list[Reply]) -> dict[bytes, Failure]:
+def failures_of(replies: list[Reply]) -> dict[bytes, Failure]:
     """The failures by peer, at most one each."""
-    found = {whom: decode(frame) for whom, frame in replies}
+    found = {peer_id: decode(frame) for peer_id, frame in replies}
     assert len(found) == len(replies)
     assert all(isinstance(message, Failure) for message in found.values())
     return found
@@ -63,7 +63,7 @@ def told(replies: list[Reply]) -> dict[bytes, Failure]:
 
 def the_aggregate(replies: list[Reply], *members: int) -> Aggregate:
     """The aggregate of these members; asserts that all got the same bytes."""
-    assert {whom for whom, _ in replies} == everyone(*members)
+    assert {peer_id for peer_id, _ in replies} == everyone(*members)
     assert len(replies) == len(members)
     (frame,) = {frame for _, frame in replies}
     message = decode(frame)
@@ -142,13 +142,13 @@ def test_counts_are_added_exactly():
 def test_counts_that_cannot_be_exact_fail_the_round_for_everyone():
     group = Group(2)
     group.contribute(0, rows(1.0, count=2**53))
-    failures = told(group.contribute(1, rows(1.0)))
+    failures = failures_of(group.contribute(1, rows(1.0)))
     assert set(failures) == everyone(0, 1)
     assert {failure.code for failure in failures.values()} == {"round_failed"}
     assert {failure.key for failure in failures.values()} == {KEY}
     assert "counts: expected a sum of at most 2^53, got 9007199254740993 with rank 1's" in failures[peer(0)].message
     assert (group.master.done, group.master.failed) == (0, 1)
-    again = told(group.contribute(0, rows(1.0, count=2**53)))
+    again = failures_of(group.contribute(0, rows(1.0, count=2**53)))
     assert again[peer(0)] == failures[peer(0)]
     group.contribute(0, key=key(step=1))
     the_aggregate(group.contribute(1, key=key(step=1)), 0, 1)
@@ -182,45 +182,45 @@ def test_a_duplicate_of_a_finished_round_gets_the_kept_bytes():
 def test_different_bytes_while_waiting_are_reported_to_both_senders_and_the_first_count():
     group = Group(2)
     group.contribute(0, 3.0, at=b"first")
-    failures = told(group.contribute(0, 5.0, at=b"second"))
+    failures = failures_of(group.contribute(0, 5.0, at=b"second"))
     assert set(failures) == {b"first", b"second"}
     assert {(failure.code, failure.key) for failure in failures.values()} == {("conflict", KEY)}
     replies = group.contribute(1, 4.0)
-    assert {whom for whom, _ in replies} == {b"first", peer(1)}
+    assert {peer_id for peer_id, _ in replies} == {b"first", peer(1)}
     assert decode(replies[0][1]).values == 7.0
 
 
 def test_different_bytes_from_the_same_peer_are_reported_once():
     group = Group(2)
     group.contribute(0, 3.0)
-    assert set(told(group.contribute(0, 5.0))) == everyone(0)
+    assert set(failures_of(group.contribute(0, 5.0))) == everyone(0)
 
 
 def test_a_conflict_of_another_shape_is_a_conflict_and_breaks_nothing():
     group = Group(2)
     group.contribute(0, rows(3.0, channels=64))
-    assert told(group.contribute(0, rows(3.0, channels=32)))[peer(0)].code == "conflict"
+    assert failures_of(group.contribute(0, rows(3.0, channels=32)))[peer(0)].code == "conflict"
     the_aggregate(group.contribute(1, rows(3.0, channels=64)), 0, 1)
 
 
 def test_different_bytes_after_the_round_conflict_and_the_kept_result_stays():
     group = Group(2)
     group.contribute(0, 3.0)
-    kept = group.contribute(1, 4.0)[0][1]
-    failures = told(group.contribute(0, 5.0, at=b"second"))
-    assert {whom: failure.code for whom, failure in failures.items()} == {b"second": "conflict"}
-    assert group.contribute(0, 3.0) == [(peer(0), kept)]
+    frame = group.contribute(1, 4.0)[0][1]
+    failures = failures_of(group.contribute(0, 5.0, at=b"second"))
+    assert {peer_id: failure.code for peer_id, failure in failures.items()} == {b"second": "conflict"}
+    assert group.contribute(0, 3.0) == [(peer(0), frame)]
 
 
 def test_a_late_member_of_a_failed_round_learns_why_after_any_number_of_rounds():
     group = Group(2, deadline=5.0)
     group.contribute(0)
-    (failure,) = told(group.master.expire(5.0)).values()
+    (failure,) = failures_of(group.master.expire(5.0)).values()
     for step in range(1, 3 * limits.CACHED_ROUNDS):
         for member in (0, 1):
             group.contribute(member, 1.0, key(step=step))
     assert (failure.code, failure.key) == ("timeout", KEY)
-    assert told(group.contribute(1))[peer(1)].message == failure.message
+    assert failures_of(group.contribute(1))[peer(1)].message == failure.message
 
 
 def test_only_the_latest_failures_are_kept():
@@ -229,9 +229,9 @@ def test_only_the_latest_failures_are_kept():
         group.contribute(0, 1.0, key(step=step))
         group.master.fail(key(step=step), StatsdBNError(f"step {step}"))
     assert len(group.master._cached_results | group.master._cached_failures) == limits.CACHED_ROUNDS
-    kept = 2 * limits.CACHED_ROUNDS
-    assert told(group.contribute(1, key=key(step=kept)))[peer(1)].message == f"step {kept}"
-    assert "ended long ago" in told(group.contribute(1, key=key(step=2)))[peer(1)].message
+    step = 2 * limits.CACHED_ROUNDS
+    assert failures_of(group.contribute(1, key=key(step=step)))[peer(1)].message == f"step {step}"
+    assert "ended long ago" in failures_of(group.contribute(1, key=key(step=2)))[peer(1)].message
 
 
 def test_only_the_latest_results_are_kept():
@@ -249,14 +249,14 @@ def test_only_the_latest_results_are_kept():
 def test_mismatching_contributions_break_the_round_for_everyone():
     group = Group(3)
     group.contribute(0, rows(1.0, channels=64))
-    failures = told(group.contribute(1, rows(1.0, channels=32)))
+    failures = failures_of(group.contribute(1, rows(1.0, channels=32)))
     assert set(failures) == everyone(0, 1)
     for failure_ in failures.values():
         assert (failure_.code, failure_.key) == ("mismatch", KEY)
         assert "expected 64 channels, as rank 0 sent, got 32 from rank 1" in failure_.message
     # Late and repeated contributions get the mismatch as well.
-    assert told(group.contribute(2, rows(1.0, channels=64)))[peer(2)].code == "mismatch"
-    assert told(group.contribute(1, rows(1.0, channels=32)))[peer(1)].code == "mismatch"
+    assert failures_of(group.contribute(2, rows(1.0, channels=64)))[peer(2)].code == "mismatch"
+    assert failures_of(group.contribute(1, rows(1.0, channels=32)))[peer(1)].code == "mismatch"
     assert (group.master.done, group.master.failed) == (0, 1)
 
 
@@ -274,7 +274,7 @@ def test_rounds_of_different_keys_do_not_mix():
 def test_a_key_of_another_group_is_refused(wrong):
     group = Group(2)
     strange = key(**wrong)
-    failures = told(group.contribute(0, key=strange))
+    failures = failures_of(group.contribute(0, key=strange))
     assert failures[peer(0)].code == "protocol"
     assert failures[peer(0)].key == strange
     assert "expected job 'job', group 'world', epoch 0, as rank 0 (place 0) registered" in failures[peer(0)].message
@@ -284,7 +284,7 @@ def test_a_key_of_another_group_is_refused(wrong):
 def test_a_contributor_before_the_group_is_open_is_asked_to_register():
     group = Group(3, opened=False)
     group.join(1)
-    failures = told(group.contribute(1))
+    failures = failures_of(group.contribute(1))
     assert (failures[peer(1)].code, failures[peer(1)].key) == ("unknown_session", KEY)
     group.join(0)
     group.join(2)
@@ -300,7 +300,7 @@ def test_a_round_past_its_deadline_fails_and_names_the_missing_members():
     group.now = 14.0
     group.contribute(0)
     assert group.master.expire(14.9) == []
-    failures = told(group.master.expire(15.0))
+    failures = failures_of(group.master.expire(15.0))
     assert set(failures) == everyone(0, 2)
     for failure_ in failures.values():
         assert (failure_.code, failure_.key) == ("timeout", KEY)
@@ -312,7 +312,7 @@ def test_a_round_past_its_deadline_fails_and_names_the_missing_members():
         ]
         assert (failure_.fields["missing"], failure_.fields["waiting"]) == ([1], [0, 2])
     assert group.master.expire(16.0) == []
-    assert told(group.contribute(1))[peer(1)].code == "timeout"
+    assert failures_of(group.contribute(1))[peer(1)].code == "timeout"
 
 
 def test_each_round_has_its_own_deadline():
@@ -320,16 +320,16 @@ def test_each_round_has_its_own_deadline():
     group.contribute(0, key=KEY)
     group.now = 5.0
     group.contribute(0, key=key(call=1))
-    assert {failure.key for failure in told(group.master.expire(10.0)).values()} == {KEY}
-    assert {failure.key for failure in told(group.master.expire(15.0)).values()} == {key(call=1)}
+    assert {failure.key for failure in failures_of(group.master.expire(10.0)).values()} == {KEY}
+    assert {failure.key for failure in failures_of(group.master.expire(15.0)).values()} == {key(call=1)}
 
 
 def test_a_finished_round_is_still_answered_after_a_loss():
     group = Group(2)
     group.contribute(0, 3.0)
-    kept = group.contribute(1, 4.0)[0][1]
+    frame = group.contribute(1, 4.0)[0][1]
     group.leave(1)
-    assert group.contribute(0, 3.0) == [(peer(0), kept)]
+    assert group.contribute(0, 3.0) == [(peer(0), frame)]
 
 
 def test_a_group_has_no_more_open_rounds_than_the_limit():
@@ -337,7 +337,7 @@ def test_a_group_has_no_more_open_rounds_than_the_limit():
     for call in range(limits.MAX_OPEN_ROUNDS):
         assert group.contribute(0, key=key(call=call)) == []
     beyond = key(call=limits.MAX_OPEN_ROUNDS)
-    failures = told(group.contribute(0, key=beyond))
+    failures = failures_of(group.contribute(0, key=beyond))
     assert (failures[peer(0)].code, failures[peer(0)].key) == ("limit", beyond)
     assert failures[peer(0)].fields == {"limit": limits.MAX_OPEN_ROUNDS, "what": "open rounds"}
     the_aggregate(group.contribute(1, key=key(call=0)), 0, 1)
@@ -349,9 +349,9 @@ def test_a_late_copy_of_a_contribution_does_not_restart_an_ended_round():
     for step in range(limits.CACHED_ROUNDS + 1):
         group.contribute(0, key=key(step=step))
         group.contribute(1, key=key(step=step))
-    ((_, kept),) = group.contribute(0, key=key(step=1))
-    assert isinstance(decode(kept), Aggregate)
-    late = told(group.contribute(0, key=key(step=0)))[peer(0)]
+    ((_, frame),) = group.contribute(0, key=key(step=1))
+    assert isinstance(decode(frame), Aggregate)
+    late = failures_of(group.contribute(0, key=key(step=0)))[peer(0)]
     assert (late.code, late.key) == ("round_failed", key(step=0))
     assert "it ended long ago, and its result is no longer cached" in late.message
     assert list(group.master.open_rounds) == []

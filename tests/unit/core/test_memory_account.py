@@ -37,8 +37,8 @@ class Play:
         self.dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(**quota))
 
     def send(self, message: Message, **given: Any) -> dict[bytes, Any]:
-        told = self.dispatcher.receive(0.0, getattr(message, "session", b"anybody"), encode(message), **given)
-        return {peer: decode(frame) for peer, frame in told.replies}
+        received = self.dispatcher.receive(0.0, getattr(message, "session", b"anybody"), encode(message), **given)
+        return {peer: decode(frame) for peer, frame in received.replies}
 
     def open(self, members: int = 2, **given: Any) -> None:
         for member in range(members):
@@ -165,8 +165,8 @@ def test_the_keys_of_a_tenant_share_an_account():
     assert not isinstance(contribute(play, "c", BOB, wide), Failure)
 
 
-def contribute(play: Play, job: str, tenant: Principal, brought: Any) -> Any:
-    (answer,) = play.send(contribution(0, brought, key(job=job)), principal=tenant).values()
+def contribute(play: Play, job: str, tenant: Principal, own_rows: Any) -> Any:
+    (answer,) = play.send(contribution(0, own_rows, key(job=job)), principal=tenant).values()
     return answer
 
 

@@ -36,7 +36,7 @@ def test_an_overflowing_sum_names_no_member():
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "text"),
     [
         ([[1.0, INF, 2.0], [1.0, INF, -INF]], "2 of 3 channels (inf)"),
         ([[NAN, 1.0], [1.0, 1.0]], "1 of 2 channels (NaN)"),
@@ -45,8 +45,8 @@ def test_an_overflowing_sum_names_no_member():
         ([[0.0, 0.0], [NAN, 0.0]], "1 of 2 channels (NaN)"),
     ],
 )
-def test_the_report_counts_values_that_are_not_finite(values, words):
-    assert str(find_non_finite(np.array(values))) == words
+def test_the_report_counts_values_that_are_not_finite(values, text):
+    assert str(find_non_finite(np.array(values))) == text
 
 
 class Group:
@@ -58,14 +58,14 @@ class Group:
     def round(self, of, *values: float) -> Aggregate:
         replies = []
         for member, value in enumerate(values):
-            brought = contribution(member, Rows((1,), np.array([[[value, 1.0]]])), of)
-            replies = self.dispatcher.receive(0.0, b"peer %d" % member, encode(brought)).replies
+            message = contribution(member, Rows((1,), np.array([[[value, 1.0]]])), of)
+            replies = self.dispatcher.receive(0.0, b"peer %d" % member, encode(message)).replies
         (answer,) = {frame for _, frame in replies}
         return decode(answer)
 
     def send(self, of, bearers, what):
-        told = NonFiniteRound(register(0).session, of, Members.of(bearers), what)
-        return [decode(frame) for _, frame in self.dispatcher.receive(0.0, b"peer 0", encode(told)).replies]
+        message = NonFiniteRound(register(0).session, of, Members.of(bearers), what)
+        return [decode(frame) for _, frame in self.dispatcher.receive(0.0, b"peer 0", encode(message)).replies]
 
     def say_it_leaves(self, cause):
         self.dispatcher.receive(0.0, b"peer 0", encode(Leave(register(0).session, cause)))
@@ -76,7 +76,7 @@ class Group:
         return group_entries([master], 0.0, [])["groups"][0]
 
     @property
-    def told(self) -> list[str]:
+    def non_finite(self) -> list[str]:
         return self.report["non_finite"]
 
 
@@ -90,7 +90,7 @@ def test_an_aggregate_names_the_members_with_non_finite_values():
 def test_gathered_bytes_are_not_checked():
     play = Group()
     assert not play.round(key("a", phase=GATHER), NAN, INF).non_finite
-    assert play.told == []
+    assert play.non_finite == []
 
 
 def test_the_first_non_finite_round_of_each_direction_is_logged_and_in_the_status(caplog):
@@ -104,11 +104,11 @@ def test_the_first_non_finite_round_of_each_direction_is_logged_and_in_the_statu
         "first non-finite: layer 'b', forward, step 0, rank 1 (place 1), 1 of 2 channels (inf)",
         "first non-finite: layer 'b', backward, step 0, rank 0 (place 0), rank 1 (place 1), 1 of 2 channels (NaN)",
     ]
-    assert play.told == expected
+    assert play.non_finite == expected
     first = {"layer": "b", "phase": "forward", "step": 0, "ranks": [1], "channels": 1, "of": 2, "what": "inf"}
     assert play.report["first_non_finite"] == first
-    told = [(record.levelname, record.getMessage()) for record in caplog.records if "non-finite" in record.getMessage()]
-    assert told == [
+    log = [(record.levelname, record.getMessage()) for record in caplog.records if "non-finite" in record.getMessage()]
+    assert log == [
         ("WARNING", f"job 'job', group 'world': {expected[0]}"),
         ("INFO", f"job 'job', group 'world': {expected[1]}"),
     ]
@@ -121,7 +121,7 @@ def test_occasional_gradient_overflows_are_not_reported():
         play.round(key("b", step=step), 1.0, 1.0)
         play.round(key("b", step=step, phase=BACKWARD), 1.0, INF)
         play.round(key("a", step=step, phase=BACKWARD), INF, INF)
-        assert play.told == []
+        assert play.non_finite == []
 
 
 GRADIENTS = "first non-finite: layer 'b', backward, step 0, rank 1 (place 1), 1 of 2 channels (NaN)"
@@ -130,21 +130,21 @@ GRADIENTS = "first non-finite: layer 'b', backward, step 0, rank 1 (place 1), 1 
 def test_gradients_are_reported_once_a_forward_pass_is_affected_too(caplog):
     play = Group()
     play.round(key("b", phase=BACKWARD), 1.0, NAN)
-    assert play.told == []
+    assert play.non_finite == []
     with caplog.at_level(logging.WARNING, "statsd_bn.server"):
         play.round(key("a", step=1), NAN, NAN)
     forward = "first non-finite: layer 'a', forward, step 1, rank 0 (place 0), rank 1 (place 1), 1 of 2 channels (NaN)"
-    assert play.told == [GRADIENTS, forward]
-    told = [record.getMessage() for record in caplog.records if "non-finite" in record.getMessage()]
-    assert told == [f"job 'job', group 'world': {text}" for text in (GRADIENTS, forward)]
+    assert play.non_finite == [GRADIENTS, forward]
+    log = [record.getMessage() for record in caplog.records if "non-finite" in record.getMessage()]
+    assert log == [f"job 'job', group 'world': {text}" for text in (GRADIENTS, forward)]
 
 
 def test_gradients_that_stay_not_finite_are_reported():
     play = Group()
     for step in range(MAX_OVERFLOWS + 1):
-        assert play.told == []
+        assert play.non_finite == []
         play.round(key("b", step=step, phase=BACKWARD), 1.0, NAN)
-    assert play.told == [GRADIENTS]
+    assert play.non_finite == [GRADIENTS]
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(1, [GRADIENTS]), (5, [])])
@@ -154,7 +154,7 @@ def test_gradients_are_reported_only_if_the_group_breaks_soon_after(steps, expec
     for step in range(1, 1 + steps):
         play.round(key("b", step=step), 1.0, 1.0)
     play.say_it_leaves("NonFinite")
-    assert play.told == expected
+    assert play.non_finite == expected
 
 
 def test_one_member_reports_a_non_finite_round_in_shared_memory(caplog):
@@ -162,10 +162,10 @@ def test_one_member_reports_a_non_finite_round_in_shared_memory(caplog):
     with caplog.at_level(logging.WARNING, "statsd_bn.server"):
         assert play.send(key("b"), [1], "1 of 2 channels (inf)") == []
     expected = "first non-finite: layer 'b', forward, step 0, rank 1 (place 1), 1 of 2 channels (inf)"
-    assert play.told == [expected]
+    assert play.non_finite == [expected]
     assert f"job 'job', group 'world': {expected}" in caplog.text
     play.send(key("c"), [0], "2 of 2 channels (NaN)")
-    assert play.told == [expected], "only the first counts"
+    assert play.non_finite == [expected], "only the first counts"
 
 
 def test_a_report_about_another_groups_round_is_dropped():
@@ -173,7 +173,7 @@ def test_a_report_about_another_groups_round_is_dropped():
     (answer,) = play.send(key("b")._replace(job="other"), [1], "1 of 2 channels (inf)")
     assert isinstance(answer, Failure)
     assert answer.code == "protocol"
-    assert play.told == []
+    assert play.non_finite == []
 
 
 def test_a_report_counts_the_ranks_beyond_the_first_eight():

@@ -43,14 +43,14 @@ def test_a_large_group_does_not_hide_the_others():
     play.begin("large", 6000, place="h" * 250)
     for number in range(20):
         play.begin(f"s{number:02d}", 2)
-    told = play.ask()
-    assert "left_out" not in told
-    large, *small = told["groups"]
+    status = play.ask()
+    assert "left_out" not in status
+    large, *small = status["groups"]
     assert [len(group["members"]) for group in small] == [2] * 20
     assert len(large["members"]) + large["members_left_out"] == 6000
     assert len(large["members"]) > 1000, "all that fits is reported"
-    assert "6000 of 6000 ranks" in describe(told)
-    assert f"and {large['members_left_out']} more ranks" in describe(told)
+    assert "6000 of 6000 ranks" in describe(status)
+    assert f"and {large['members_left_out']} more ranks" in describe(status)
 
 
 def test_many_rounds_and_their_missing_members_are_shortened():
@@ -85,9 +85,9 @@ def test_a_report_never_takes_more_than_a_message_holds(room, monkeypatch):
         play.begin(job, 7, place="𝄞" * 60, epoch=limits.MAX_COUNTER, step=limits.MAX_COUNTER)
         play.send(contribution(0, key=key(job=job, epoch=limits.MAX_COUNTER), session=b"%-4.4s0000" % job.encode()))
     monkeypatch.setattr(limits, "MAX_HEADER_BYTES", room)
-    told = play.ask()
-    assert len(told["groups"]) + told.get("left_out", 0) == 20
-    assert (room < 1500) == (told["groups"] == [])
+    status = play.ask()
+    assert len(status["groups"]) + status.get("left_out", 0) == 20
+    assert (room < 1500) == (status["groups"] == [])
 
 
 def test_a_long_report_is_built_once_in_a_while_for_each_tenant(monkeypatch):
@@ -112,12 +112,12 @@ def test_only_a_tenant_that_asks_too_often_gets_counts_without_groups(monkeypatc
     play = Play()
     play.begin("a-job", 100)
     play.begin("b-job", 100)
-    told = [play.ask(principal=ALICE) for _ in range(100)]
-    whole = [one for one in told if one["groups"]]
+    statuses = [play.ask(principal=ALICE) for _ in range(100)]
+    whole = [one for one in statuses if one["groups"]]
     assert 2 <= len(whole) < 10
-    assert told[-1]["received"] == 300
-    assert all(one["left_out"] == 1 for one in told if not one["groups"])
-    assert "1 more groups" in describe(told[-1])
+    assert statuses[-1]["received"] == 300
+    assert all(one["left_out"] == 1 for one in statuses if not one["groups"])
+    assert "1 more groups" in describe(statuses[-1])
     assert play.ask(principal=BOB)["groups"]
     play.now += 4.0
     assert play.ask(principal=ALICE)["groups"], "the tenant has waited"

@@ -74,7 +74,7 @@ def test_two_different_contributions_of_one_member_conflict_and_the_first_counts
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "words", "expected", "got"),
+    ("first", "second", "text", "expected", "got"),
     [
         ({"channels": 64}, {"channels": 32}, "64 channels, as rank 2 sent, got 32", [1, 64], [1, 32]),
         ({"vectors": 2}, {"vectors": 3}, "2 vectors, as rank 2 sent, got 3", [2, 1], [3, 1]),
@@ -87,13 +87,13 @@ def test_two_different_contributions_of_one_member_conflict_and_the_first_counts
         ),
     ],
 )
-def test_a_mismatch_names_the_layer_the_member_and_both_shapes(first, second, words, expected, got):
+def test_a_mismatch_names_the_layer_the_member_and_both_shapes(first, second, text, expected, got):
     round_ = a_round(0, 1, 2)
     round_.put(2, rows(1.0, **first), b"")
     with pytest.raises(RoundMismatch) as caught:
         round_.put(0, rows(1.0, **second), b"")
     message = str(caught.value)
-    assert words in message
+    assert text in message
     assert "layer 'layer3.bn'" in message
     assert caught.value.fields == {**KEY.fields, "expected": expected, "got": got, "member": 0}
     assert round_.waiting == [2]

@@ -143,8 +143,8 @@ def test_a_hostile_server_cannot_control_a_members_terminal(frame):
     session = Session(b"session0", Member("job", "world", 0, 0, 1, 1.0, "here"))
     with pytest.raises(StatsdBNError) as caught:
         session.answer(key(), frame)
-    told = "".join(traceback.format_exception(caught.value)) + str(caught.value.fields)
-    assert not hidden(told)
+    text = "".join(traceback.format_exception(caught.value)) + str(caught.value.fields)
+    assert not hidden(text)
 
 
 def test_a_stranger_with_a_hostile_place_starts_no_group_and_the_log_stays_printable(caplog):

@@ -132,10 +132,10 @@ def test_the_golden_frames_of_round_trips_and_lateness(kind, number):
 
 
 def test_the_golden_frame_of_a_round_that_was_not_finite():
-    told = messages.NonFiniteRound(b"session0", KEY, Members.of([0, 1, 3]), "1 of 3 channels (inf)")
+    message = messages.NonFiniteRound(b"session0", KEY, Members.of([0, 1, 3]), "1 of 3 channels (inf)")
     frame = hand_built([19, b"session0", PACKED_KEY, packed_runs(0, 2, 3, 1), "1 of 3 channels (inf)"])
-    assert encode(told) == frame
-    assert decode(frame) == told
+    assert encode(message) == frame
+    assert decode(frame) == message
 
 
 def test_a_round_that_was_not_finite_names_a_member():

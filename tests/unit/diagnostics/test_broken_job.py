@@ -73,16 +73,16 @@ def test_a_process_held_by_a_collective_is_warned_at_once_and_ended_later(play, 
 
 
 @pytest.mark.parametrize(
-    ("raised", "news"),
+    ("raised", "cause"),
     [
         (RoundMismatch("got 8 from rank 1\n  in job 'j'"), "RoundMismatch: got 8 from rank 1"),
         (LOST, "ValueError: boom"),
     ],
     ids=["the error that ended the other rank", "the reported error"],
 )
-def test_an_error_that_this_rank_has_raised_is_not_logged_as_well(play, caplog, raised, news):
+def test_an_error_that_this_rank_has_raised_is_not_logged_as_well(play, caplog, raised, cause):
     play.job.record_raised(raised)
-    play.job.report(ReplicaLost(LOST.message, job="j", cause=news))
+    play.job.report(ReplicaLost(LOST.message, job="j", cause=cause))
     play.job.check(0.0)
     assert caplog.records == []
 

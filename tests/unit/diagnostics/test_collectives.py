@@ -127,7 +127,7 @@ def test_a_rank_in_torchs_join_whose_data_has_ended_is_in_a_collective(name):
 
 
 @pytest.mark.parametrize(("owner", "name"), [(DistributedDataParallel, "_pre_forward"), (_DDPJoinHook, "main_hook")])
-def test_a_rank_that_determines_the_order_of_gradients_may_wait_there(owner, name):
+def test_a_rank_in_ddps_agreement_on_the_order_of_gradients_may_compute(owner, name):
     file, module = "/x/site-packages/torch/nn/parallel/distributed.py", owner.__module__
     found = []
     run_as(f"def {name}(): here(_getframe())\n{name}()", file, module, here=found.append, _getframe=sys._getframe)
@@ -324,14 +324,14 @@ def test_without_torchs_operation_log_no_process_stalls(sampler, monkeypatch):
 @pytest.mark.usefixtures("one_rank")
 def test_torchs_operation_log_has_the_expected_form():
     """Checked with operations of gloo, which torch logs in the same form."""
-    words = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-    if words is None:
+    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
         pytest.skip("this torch logs only NCCL's operations")
     distributed.all_reduce(torch.zeros(1))
 
     def has_ended():
         """Whether the log has the operation's end, which gloo's thread records after the caller continues."""
-        status = json.loads(words(includeCollectives=False))["pg_status"]
+        status = json.loads(dump(includeCollectives=False))["pg_status"]
         # Groups of earlier tests are reported too, some with unfinished operations.
         begun, ended = (int(status[max(status, key=int)][newest]) for newest in collectives.NEWEST)
         return begun >= 1 and begun == ended

@@ -22,7 +22,7 @@ def answer(**group):
     return Status({"groups": [{"job": "other", "group": "world"}, {"job": "job", "group": "world", **group}]})
 
 
-TOLD = answer(members=[{"member": number, "place": place} for number, place in WHERE.items()])
+STATUS = answer(members=[{"member": number, "place": place} for number, place in WHERE.items()])
 
 
 class Answers:
@@ -41,13 +41,13 @@ class Answers:
 
 
 def test_the_places_come_from_the_servers_status():
-    channel = Answers(TOLD)
+    channel = Answers(STATUS)
     assert query_places(channel, "job") == WHERE
     assert channel.sent == [StatusRequest()]
 
 
 def test_the_status_is_requested_again_over_a_new_connection_until_the_timeout(monkeypatch):
-    channel = Answers(None, TOLD)
+    channel = Answers(None, STATUS)
     assert query_places(channel, "job") == WHERE
     assert channel.sent == [StatusRequest()] * 2
     monkeypatch.setattr(server, "PLACES_SECONDS", 0.01)
@@ -57,16 +57,16 @@ def test_the_status_is_requested_again_over_a_new_connection_until_the_timeout(m
 
 def test_messages_about_a_round_are_skipped():
     about_a_round = Failure("round_failed", "no", {}, key())
-    assert query_places(Answers(about_a_round, TOLD), "job") == WHERE
+    assert query_places(Answers(about_a_round, STATUS), "job") == WHERE
     with pytest.raises(ProtocolError, match="expected a status, got no"):
         query_places(Answers(about_a_round, Failure("refused", "no", {})), "job")
 
 
 def test_a_member_that_left_is_named_as_reported_by_the_server():
     text = "first non-finite: layer 'b', forward, step 0, rank 1 (host-b, pid 812), rank 7, 1 of 2 channels (inf)"
-    told = answer(members=[{"member": 0, "place": WHERE[0]}], non_finite=[text])
-    assert places_in_report(told.report, "job") == WHERE
-    assert places_in_report(told.report, "other") == {}
+    status = answer(members=[{"member": 0, "place": WHERE[0]}], non_finite=[text])
+    assert places_in_report(status.report, "job") == WHERE
+    assert places_in_report(status.report, "other") == {}
 
 
 @pytest.mark.parametrize(
@@ -117,13 +117,13 @@ def test_a_silent_server_delays_the_query_of_places_only_for_a_moment():
 
 def test_only_the_first_ranks_of_a_large_job_query_the_places():
     with MemoryMaster().connect(0, 1) as connection:
-        for most, told in ((1, {0: "thread 0"}), (0, {})):
+        for most, expected in ((1, {0: "thread 0"}), (0, {})):
             with mock.patch.object(server, "MAX_QUERYING_RANKS", most):
-                assert SlavePipe(connection, "bn").places() == told
+                assert SlavePipe(connection, "bn").places() == expected
 
 
 @pytest.mark.parametrize(
-    ("numbers", "where", "words"),
+    ("numbers", "where", "text"),
     [
         ([1], WHERE, "rank 1 (host-b, pid 812)"),
         ([0, 1, 2], WHERE, "rank 0 (host-a, pid 811), rank 1 (host-b, pid 812), rank 2"),
@@ -131,8 +131,8 @@ def test_only_the_first_ranks_of_a_large_job_query_the_places():
         ([2], WHERE, "rank 2"),
     ],
 )
-def test_ranks_are_named_with_their_known_places(numbers, where, words):
-    assert format_ranks(Members.of(numbers), where) == words
+def test_ranks_are_named_with_their_known_places(numbers, where, text):
+    assert format_ranks(Members.of(numbers), where) == text
 
 
 def test_of_many_ranks_the_first_are_named():

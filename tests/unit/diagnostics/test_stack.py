@@ -16,12 +16,12 @@ def test_a_file_is_named_from_its_package_on_and_a_script_by_its_name():
 
 
 def test_a_thread_in_a_library_is_shown_with_the_calling_line_of_the_script():
-    told: list[str] = []
-    here = {"here": lambda: told.append(sampler.format_stack(sys._getframe(1)))}
+    stacks: list[str] = []
+    here = {"here": lambda: stacks.append(sampler.format_stack(sys._getframe(1)))}
     library = run_as("def forward(x):\n    here()", "/x/site-packages/torch/nn/a.py", "torch.nn.a", **here)
     script = "\n\ndef main(): forward(1)\nmain()"
     run_as(script, "/home/me/train.py", "__main__", forward=library["forward"])
-    assert told == ["torch/nn/a.py:2 forward, called from train.py:3 main"]
+    assert stacks == ["torch/nn/a.py:2 forward, called from train.py:3 main"]
 
 
 def test_only_names_files_and_lines_are_reported():
@@ -29,10 +29,10 @@ def test_only_names_files_and_lines_are_reported():
         assert password
         return sampler.format_stack(sys._getframe())
 
-    told = load("hunter2")
-    assert "hunter2" not in told
-    assert "password" not in told
-    assert told.endswith(" load")
+    stack = load("hunter2")
+    assert "hunter2" not in stack
+    assert "password" not in stack
+    assert stack.endswith(" load")
 
 
 def test_a_stack_is_bounded_and_printable():
@@ -40,9 +40,9 @@ def test_a_stack_is_bounded_and_printable():
     here = {"here": lambda: found.append(sampler.format_stack(sys._getframe(1)))}
     library = run_as(f"def {name}(): here()", f"/x/site-packages/{odd}.py", "m", **here)
     run_as(f"def {name}2(): f()\n{name}2()", f"/x/{odd}.py", "__main__", f=library[name])
-    (told,) = found
-    assert told.isprintable()
-    assert len(told.encode()) <= limits.MAX_STACK_BYTES
+    (stack,) = found
+    assert stack.isprintable()
+    assert len(stack.encode()) <= limits.MAX_STACK_BYTES
 
 
 def test_the_main_threads_frame_is_found_from_another_thread():

@@ -27,9 +27,9 @@ def test_two_jobs_with_the_same_layer_names_do_not_touch_each_other(play):
     assert play.contribute(0, 1.0, key(job="left")) == {}
     assert play.contribute(0, 10.0, key(job="right")) == {}
     right = play.contribute(1, 20.0, key(job="right"))
-    assert {whom: answer.values.item() for whom, answer in right.items()} == {b"right 0": 30.0, b"right 1": 30.0}
+    assert {peer_id: answer.values.item() for peer_id, answer in right.items()} == {b"right 0": 30.0, b"right 1": 30.0}
     left = play.contribute(1, 2.0, key(job="left"))
-    assert {whom: answer.values.item() for whom, answer in left.items()} == {b"left 0": 3.0, b"left 1": 3.0}
+    assert {peer_id: answer.values.item() for peer_id, answer in left.items()} == {b"left 0": 3.0, b"left 1": 3.0}
 
 
 def test_an_unknown_session_gets_an_error_for_its_round(play):
@@ -63,9 +63,9 @@ def test_stop_sends_an_error_to_members_that_wait_for_a_group_to_open(play):
     play.join(2, 3)
     answers = read(play.dispatcher.stop())
     assert codes(answers) == dict.fromkeys([peer(0), peer(2)], "master_stopped")
-    told = answers[peer(0)]
+    failure = answers[peer(0)]
     text = "the server stopped before the group was complete\n  in job 'job', group 'world'"
-    assert (told.key, told.message) == (None, text)
+    assert (failure.key, failure.message) == (None, text)
 
 
 def test_a_status_report_shows_the_work_of_the_server(play):
@@ -156,15 +156,15 @@ def test_a_member_with_many_rounds_takes_no_room_from_another(returning):
 def test_results_that_were_not_announced_are_not_kept(play):
     play.join(0, 3, **BEFORE, results=1)
 
-    def tell(layer: str) -> int:
-        told = Aggregate(key(layer, step=1), 1, 1, Members.of(range(3)), np.zeros((1, 1)))
-        assert play.send(Result(session_of(0), told), peer(0)) == {}
+    def kept_bytes_after(layer: str) -> int:
+        aggregate = Aggregate(key(layer, step=1), 1, 1, Members.of(range(3)), np.zeros((1, 1)))
+        assert play.send(Result(session_of(0), aggregate), peer(0)) == {}
         return kept_bytes(play)
 
-    assert 0 < tell("bn") == tell("bn") == tell("another")
+    assert 0 < kept_bytes_after("bn") == kept_bytes_after("bn") == kept_bytes_after("another")
 
 
 def test_membership_news_go_to_the_address_from_which_a_member_last_registered(returning):
     returning.send(contribution(0, 1.0, LATE), b"another socket")
-    told = returning.join(2, 3, **BEFORE)
-    assert isinstance(told[peer(0)], Registered)
+    answers = returning.join(2, 3, **BEFORE)
+    assert isinstance(answers[peer(0)], Registered)

@@ -84,8 +84,8 @@ def test_no_frame_raises_and_every_answer_is_valid(received):
     play.open(3, job="fuzz")
     play.contribute(0, 1.0, key(job="fuzz"))
     for at, frame in received:
-        for whom, answer in play.dispatcher.receive(play.now, at, frame).replies:
-            assert isinstance(whom, bytes)
+        for peer_id, answer in play.dispatcher.receive(play.now, at, frame).replies:
+            assert isinstance(peer_id, bytes)
             assert isinstance(decode(answer), (Registered, Aggregate, Failure, Status, Pending, Figures))
         play.now += 200.0
         for _, answer in play.dispatcher.tick(play.now):

@@ -25,10 +25,10 @@ def play() -> Play:
 
 
 def test_a_group_opens_for_all_once_all_have_registered(play):
-    assert {whom: (answer.missing, [*answer.present]) for whom, answer in play.join(1, 3).items()} == {
+    assert {peer_id: (answer.missing, [*answer.present]) for peer_id, answer in play.join(1, 3).items()} == {
         peer(1): (2, [1])
     }
-    assert {whom: (answer.missing, [*answer.present]) for whom, answer in play.join(0, 3).items()} == {
+    assert {peer_id: (answer.missing, [*answer.present]) for peer_id, answer in play.join(0, 3).items()} == {
         peer(0): (1, [0, 1])
     }
     answers = play.join(2, 3)
@@ -162,7 +162,7 @@ def test_a_later_epoch_replaces_the_group_and_ends_waiting_members(play):
     failed = answers.pop(peer(0))
     assert (failed.code, failed.key) == ("refused", key(epoch=1))
     assert "rank 1 (host 2) began a new run of the group" in failed.message
-    assert {whom: (answer.epoch, answer.present) for whom, answer in answers.items()} == {b"new": (2, Members.of([1]))}
+    assert {peer_id: (one.epoch, one.present) for peer_id, one in answers.items()} == {b"new": (2, Members.of([1]))}
     assert play.groups == [("job", "world", 2)]
     assert codes(play.contribute(0, 1.0, key(epoch=1))) == {peer(0): "refused"}
 
@@ -204,7 +204,7 @@ def test_a_new_run_can_begin_under_the_name_of_a_broken_one(play):
     assert set(play.join(0, session=new[0], at=new[0])) == set(new)
     play.send(contribution(0, 1.0, session=new[0]), new[0])
     answers = play.send(contribution(1, 2.0, session=new[1]), new[1])
-    assert {whom: answer.values.item() for whom, answer in answers.items()} == dict.fromkeys(new, 3.0)
+    assert {peer_id: answer.values.item() for peer_id, answer in answers.items()} == dict.fromkeys(new, 3.0)
     # The survivor of the broken run is not taken for the new run's member.
     for answers in (play.contribute(0), play.join(0)):
         assert codes(answers) == {peer(0): "refused"}

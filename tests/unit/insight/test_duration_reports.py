@@ -18,9 +18,9 @@ def a_session():
 
 
 def counts(frames, kind=RoundTrips):
-    (told,) = map(decode, frames)
-    assert isinstance(told, kind)
-    return told.session, told.microseconds, [count for count in told.counts if count]
+    (report,) = map(decode, frames)
+    assert isinstance(report, kind)
+    return report.session, report.microseconds, [count for count in report.counts if count]
 
 
 def test_each_report_covers_all_rounds():

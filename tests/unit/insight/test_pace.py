@@ -34,8 +34,8 @@ class Job:
         while self.now < end:
             arrivals = sorted((self.now + computing(rank), rank) for rank in self.contributors)
             for self.now, rank in arrivals:
-                brought = contribution(rank, key=key(step=self.step))
-                self.master.contribute(self.now, self.contributors[rank], brought, b"peer %d" % rank)
+                message = contribution(rank, key=key(step=self.step))
+                self.master.contribute(self.now, self.contributors[rank], message, b"peer %d" % rank)
             self.step += 1
             self.master.expire(self.now)
 
@@ -163,9 +163,9 @@ def test_a_rank_that_has_left_is_forgotten():
 def test_durations_of_rounds_and_delays_of_the_last_rank_are_counted(what, factors, each):
     job = Job(len(factors))
     job.run(10.0, lambda rank: STEP * factors[rank])
-    told = job.report()[what]
-    assert sum(told["counts"]) == job.report()["rounds_done"]
-    assert told["sum"] == pytest.approx(each * job.report()["rounds_done"])
+    histogram = job.report()[what]
+    assert sum(histogram["counts"]) == job.report()["rounds_done"]
+    assert histogram["sum"] == pytest.approx(each * job.report()["rounds_done"])
 
 
 def trips(job, rank, *, of=0, times=0, microseconds=0, kind=RoundTrips):
@@ -175,14 +175,14 @@ def trips(job, rank, *, of=0, times=0, microseconds=0, kind=RoundTrips):
     job.master.health.add_latency(one, kind(one.session, microseconds, tuple(counts)))
 
 
-def test_round_trips_count_once_all_members_have_reported_them():
+def test_only_new_round_trips_of_a_cumulative_report_are_added():
     job = Job(2)
     assert "round_trip_seconds" not in job.report()
     trips(job, 0, of=1, times=3, microseconds=90)
     trips(job, 1, of=2, times=1, microseconds=70)
     trips(job, 0, of=1, times=5, microseconds=150)  # rank 0 reports all its rounds each time
-    told = job.report()["round_trip_seconds"]
-    assert (told["counts"], told["sum"]) == ([0, 5, 1], pytest.approx(220e-6))
+    histogram = job.report()["round_trip_seconds"]
+    assert (histogram["counts"], histogram["sum"]) == ([0, 5, 1], pytest.approx(220e-6))
     first, second = job.report()["members"]
     assert first["round_trip"] == {"median": BOUNDS[1], "p99": BOUNDS[1]}
     assert second["round_trip"] == {"median": BOUNDS[2], "p99": BOUNDS[2]}
@@ -215,7 +215,7 @@ def test_last_arrivals_in_shared_memory_and_at_the_server_are_added():
     assert "round_trip_seconds" not in after
 
 
-def test_a_round_at_the_server_adds_to_the_maximal_delay():
+def test_delays_at_the_server_do_not_overflow_maximal_counts():
     job = Job(2)
     late = job.master.health.lateness
     late.counts = array("Q", [2**64 - 1] * limits.BUCKETS)

@@ -53,7 +53,7 @@ class Job:
         return [(found["kind"], found["rank"], found["layer"]) for found in group.get("findings", ())]
 
     @property
-    def kept(self) -> int:
+    def sample_bytes(self) -> int:
         (master,) = self.dispatcher._registry.masters.values()
         return master.health._samples.size
 
@@ -79,7 +79,7 @@ def test_rows_of_one_vector_and_elastic_groups_are_not_compared(vectors, min_mem
     job = Job()
     job.open(min_members=min_members)
     job.train(40, 5.0, vectors=vectors)
-    assert job.kept == 0
+    assert job.sample_bytes == 0
     assert job.findings() == []
 
 
@@ -100,9 +100,9 @@ def test_kept_samples_are_bounded_and_counted():
     wide = np.ones((1, 2, 60_000))
     for member in range(MEMBERS):
         job.send(Contribution(session_of(member), key("wide"), 0, Rows((64,), wide)), member)
-    kept, counted = job.kept, master.memory.allocated
-    assert 0 < kept - SCHEDULED_BYTES <= health.MAX_SAMPLE_BYTES
+    size, counted = job.sample_bytes, master.memory.allocated
+    assert 0 < size - SCHEDULED_BYTES <= health.MAX_SAMPLE_BYTES
     job.pass_time(1.0)
-    assert job.kept == SCHEDULED_BYTES
+    assert job.sample_bytes == SCHEDULED_BYTES
     # The samples were freed; the layer's history needs little memory in comparison.
-    assert kept // 2 < counted - master.memory.allocated <= kept
+    assert size // 2 < counted - master.memory.allocated <= size

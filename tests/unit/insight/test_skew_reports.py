@@ -19,7 +19,7 @@ def world():
     return PureWorld(3)
 
 
-def tell(world, step=0, layers="stem\nhead", figures=FIGURES, session=None):
+def send_stats(world, step=0, layers="stem\nhead", figures=FIGURES, session=None):
     values = np.stack([figures] * (layers.count("\n") + 1))
     world.send(
         world.members[0], encode(SkewStats(session or world.members[0].session.member_token, step, layers, values))
@@ -34,7 +34,7 @@ def report(world):
 def test_the_log_and_the_report_name_the_rank_and_the_earliest_layer(world, caplog):
     with caplog.at_level(logging.WARNING):
         for step in range(0, 300, 10):
-            tell(world, step)
+            send_stats(world, step)
             world.pass_time(1.0)
     (line,) = [record.getMessage() for record in caplog.records if "skew" in record.getMessage()]
     assert line.startswith("job 'job', group 'world': skew: rank 2 (")
@@ -51,32 +51,32 @@ def test_the_log_and_the_report_name_the_rank_and_the_earliest_layer(world, capl
 
 @pytest.mark.parametrize("members", [1, 2, 4])
 def test_figures_of_another_number_of_members_are_refused(world, members):
-    tell(world, figures=np.ones((members, 4)))
+    send_stats(world, figures=np.ones((members, 4)))
     (answer,) = world.members[0].answers
     assert isinstance(answer, ProtocolError)
     assert "expected the figures of the 3 members" in str(answer)
 
 
 def test_skew_reports_of_an_unknown_session_are_dropped_silently(world):
-    tell(world, session=b"stranger")
+    send_stats(world, session=b"stranger")
     assert world.members[0].answers == []
     assert world.dispatcher.counters.strangers == 1
 
 
 def test_figures_of_an_elastic_group_are_refused():
     world = PureWorld(3, min_members=1)
-    tell(world)
+    send_stats(world)
     (answer,) = world.members[0].answers
     assert isinstance(answer, ProtocolError)
 
 
 def test_a_group_with_a_left_member_gives_no_finding(world):
     for step in range(9):
-        tell(world, step)
+        send_stats(world, step)
         world.pass_time(1.0)
     world.send(world.members[2], world.members[2].session.leave(""))
     for step in range(30):
-        tell(world, step)
+        send_stats(world, step)
         world.pass_time(1.0)
     assert "findings" not in report(world)
 
@@ -84,7 +84,7 @@ def test_a_group_with_a_left_member_gives_no_finding(world):
 def test_kept_bytes_are_counted_and_freed(world):
     before = world.dispatcher._usage.allocated
     for n in range(300):
-        tell(world, n, "\n".join(f"layer {n} {m}" for m in range(64)))
+        send_stats(world, n, "\n".join(f"layer {n} {m}" for m in range(64)))
         world.now += 1.0
     world.pass_time(0.1)
     held = world.dispatcher._usage.allocated
@@ -101,7 +101,7 @@ def test_numbers_at_the_edge_of_float64_are_accepted(world):
         first = [[2.0**53 - rank, sign * 1.7e308, 1.7e308, 1.0] for rank in range(3)]
         second = [[2.0**53 - rank, -sign * 1.7e308, 0.0, 0.0] for rank in range(3)]
         for values in (first, second):
-            tell(world, step, figures=np.array(values))
+            send_stats(world, step, figures=np.array(values))
             world.pass_time(1.0)
     assert world.members[0].answers == []
     assert "findings" not in report(world)

@@ -77,20 +77,20 @@ def test_a_member_that_rejoins_after_a_pause_begins_a_new_step():
 def test_a_process_alone_logs_its_identity_once(caplog):
     caplog.set_level("INFO", "statsd_bn.client")
     client.connect(job="digits").close()
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert "no launcher or process group names other ranks: training alone, without a server" in told
-    assert told[-1] == "connected: job 'digits', rank 0 of 1, in process"
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert "no launcher or process group names other ranks: training alone, without a server" in messages
+    assert messages[-1] == "connected: job 'digits', rank 0 of 1, in process"
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "hint"),
     [("STATSD_BN_ENDPIONT", "STATSD_BN_ENDPOINT"), ("STATSD_BN_JOBS", "STATSD_BN_JOB"), ("STATSD_BN_MAX_GROUPS", "")],
 )
-def test_a_misspelt_variable_is_warned_of_and_one_of_the_server_is_not(monkeypatch, caplog, name, meant):
+def test_a_misspelt_variable_is_warned_of_and_one_of_the_server_is_not(monkeypatch, caplog, name, hint):
     monkeypatch.setenv(name, "4")
     client.connect().close()
-    told = [record.getMessage() for record in caplog.records if name in record.getMessage()]
-    assert told == ([f"unknown environment variable {name} is ignored; did you mean {meant}?"] if meant else [])
+    messages = [record.getMessage() for record in caplog.records if name in record.getMessage()]
+    assert messages == ([f"unknown environment variable {name} is ignored; did you mean {hint}?"] if hint else [])
 
 
 def test_a_server_of_this_user_that_is_running_is_used(serve, tmp_path):

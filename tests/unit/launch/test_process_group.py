@@ -53,7 +53,7 @@ def test_a_launcher_of_one_process_does_not_hide_started_processes():
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "message"),
     [
         (
             {"RANK": "2", "WORLD_SIZE": "4"},
@@ -63,8 +63,8 @@ def test_a_launcher_of_one_process_does_not_hide_started_processes():
         ({"RANK": "1", "WORLD_SIZE": "2"}, r"^world_size: expected the same .*, got 2 \(WORLD_SIZE\) and 4"),
     ],
 )
-def test_a_launcher_that_contradicts_the_process_group_is_an_error(environ, told):
-    with pytest.raises(ConfigurationError, check=says(told)):
+def test_a_launcher_that_contradicts_the_process_group_is_an_error(environ, message):
+    with pytest.raises(ConfigurationError, check=says(message)):
         resolve(environ, GROUP)
     assert resolve(environ, GROUP, rank=1, world_size=4).source("rank") == "argument"
 
@@ -99,8 +99,8 @@ def meet(monkeypatch):
     monkeypatch.setattr(own_server, "_entries", itertools.repeat(0))
 
     def run(*hosts, environ=None, **arguments):
-        kept = distributed.HashStore()
-        monkeypatch.setattr(own_server, "process_group_store", lambda: kept)
+        store = distributed.HashStore()
+        monkeypatch.setattr(own_server, "process_group_store", lambda: store)
 
         def join(rank):
             settings = resolve({}, ProcessGroup(rank, 2), round_timeout=20.0, **arguments)
@@ -122,9 +122,9 @@ def test_on_one_host_the_server_of_rank_0_is_private_and_has_no_keys(meet):
 
 
 def test_on_several_hosts_every_rank_gets_an_error_without_a_secret(meet):
-    for told in meet("a", "b"):
-        assert isinstance(told, ConfigurationError)
-        assert "several nodes" in str(told)
+    for error in meet("a", "b"):
+        assert isinstance(error, ConfigurationError)
+        assert "several nodes" in str(error)
 
 
 def test_on_several_hosts_with_a_secret_the_server_has_keys(meet):
@@ -135,6 +135,6 @@ def test_on_several_hosts_with_a_secret_the_server_has_keys(meet):
 
 
 def test_a_missing_rank_is_named(meet):
-    (told,) = meet("a", join_timeout=0.1)
-    assert isinstance(told, ServerUnreachable)
-    assert "for rank 1 to call client.connect() in the store of the process group" in told.message
+    (error,) = meet("a", join_timeout=0.1)
+    assert isinstance(error, ServerUnreachable)
+    assert "for rank 1 to call client.connect() in the store of the process group" in error.message

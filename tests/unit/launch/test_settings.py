@@ -188,6 +188,6 @@ def test_a_smaller_job_than_launched_needs_a_rank_or_is_elastic():
     assert resolve(TORCHRUN, policy="elastic", world_size=2).member.world_size == 2
 
 
-@pytest.mark.parametrize(("said", "tells"), [("0", False), ("no", False), ("1", True), (" ", True)])
-def test_the_stack_report_setting_has_many_spellings(said, tells):
-    assert resolve({"STATSD_BN_STACKS": said}).member.reports_stacks is tells
+@pytest.mark.parametrize(("value", "reports_stacks"), [("0", False), ("no", False), ("1", True), (" ", True)])
+def test_the_stack_report_setting_has_many_spellings(value, reports_stacks):
+    assert resolve({"STATSD_BN_STACKS": value}).member.reports_stacks is reports_stacks

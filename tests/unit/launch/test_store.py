@@ -25,10 +25,10 @@ ANNOUNCED = Announcement("tcp://127.0.0.1:5555", 3)
 def store(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(own_server, "_stores", {})
-    kept = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    tcp_store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(kept.port))
-    yield kept
+    monkeypatch.setenv("MASTER_PORT", str(tcp_store.port))
+    yield tcp_store
     own_server._stores.clear()
 
 
@@ -160,5 +160,5 @@ def test_anything_but_an_announcement_is_refused_and_not_quoted(text):
 
 
 def test_an_announcement_is_made_printable():
-    told = Announcement.parse(json.dumps(["tcp://\x1b[2J", 0, "two\nlines\x1b[2J"]).encode())
-    assert (told.endpoint, told.problem) == (r"tcp://\x1b[2J", "two\nlines" + r"\x1b[2J")
+    announcement = Announcement.parse(json.dumps(["tcp://\x1b[2J", 0, "two\nlines\x1b[2J"]).encode())
+    assert (announcement.endpoint, announcement.problem) == (r"tcp://\x1b[2J", "two\nlines" + r"\x1b[2J")

@@ -102,18 +102,18 @@ def test_a_layer_agrees_with_float64(core, dtype, shape, ratio):
     torch.testing.assert_close(row[:c], wide.sum(1), rtol=1e-13, atol=1e-11 * number**0.5)
     torch.testing.assert_close(row[c:-1], wide.square().sum(1), rtol=1e-13, atol=0)
 
-    y, kept = forward(core, x, row, weight, bias)
+    y, saved = forward(core, x, row, weight, bias)
     by = invstd * weight.double().unsqueeze(1)
     rounding = 1e-8 if ratio and dtype == torch.float64 else 0  # the exchanged sums err by 2^-53 mean² / variance
     assert_near(y.transpose(0, 1).reshape(c, -1), centred * by + bias.double().unsqueeze(1), off + rounding)
 
-    own = backward_sums(core, dy, x, kept)
+    own = backward_sums(core, dy, x, saved)
     first, second = grad.sum(1), (grad * centred).sum(1)
     torch.testing.assert_close(own[:c], first, rtol=1e-12, atol=1e-12 * number**0.5)
     torch.testing.assert_close(own[c:-1], second, rtol=1e-12, atol=1e-12 * number**0.5 * (1 + ratio))
     dx, dweight, dbias = (torch.full_like(each, torch.nan) for each in (x, weight, bias))
     rows = torch.cat((own, own))
-    run(core.sbn_backward, plan_of(x, weight, bias), rows, kept, dy, x, dx, weight, dweight, dbias)
+    run(core.sbn_backward, plan_of(x, weight, bias), rows, saved, dy, x, dx, weight, dweight, dbias)
     terms = grad - first.unsqueeze(1) / number - centred * invstd.square() * second.unsqueeze(1) / number
     worst = (dx.transpose(0, 1).reshape(c, -1).double() - by * terms).abs().max()
     assert worst <= (off + rounding) * (by * grad).abs().max()
@@ -126,11 +126,11 @@ def test_an_empty_slice_has_empty_sums_and_takes_part(core, shape):
     x = torch.empty(shape)
     row = moments(core, x)
     assert row.tolist() == [0.0] * 7
-    _, kept = forward(core, x, torch.tensor([2.0, 4, 6, 4, 8, 18, 2], dtype=torch.float64))
-    assert kept[:3].tolist() == [1, 2, 3]
-    assert backward_sums(core, x, x, kept).tolist() == [0.0] * 7
-    _, kept = forward(core, x, row)
-    assert kept[:9].tolist() == [0.0] * 9
+    _, saved = forward(core, x, torch.tensor([2.0, 4, 6, 4, 8, 18, 2], dtype=torch.float64))
+    assert saved[:3].tolist() == [1, 2, 3]
+    assert backward_sums(core, x, x, saved).tolist() == [0.0] * 7
+    _, saved = forward(core, x, row)
+    assert saved[:9].tolist() == [0.0] * 9
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -192,11 +192,11 @@ def test_statistics_have_the_bits_of_torchs_operators(count, momentum, running, 
     moved = np.nan if momentum is None else momentum
     plan = plan_of(torch.empty(0, c), None, None, buffers[0], eps, eps_mode == "clamp", moved)
     run(CORE.holding.sbn_forward, plan, torch.cat((total, total)), saved, *[None] * 4, *buffers, tracked)
-    kept = saved[:-1].view(3, c)
+    statistics = saved[:-1].view(3, c)
     expected = ChannelStatistics.of(batch, eps, eps_mode)
-    assert_same_bits(kept[0], expected.mean)
-    assert_same_bits(kept[1], expected.invstd)
-    assert_same_bits(kept[2], expected.slope * (count > 0))
+    assert_same_bits(statistics[0], expected.mean)
+    assert_same_bits(statistics[1], expected.invstd)
+    assert_same_bits(statistics[2], expected.slope * (count > 0))
     update(layer, batch.mean(), batch.variance(unbiased=True), has_values=count > 0)
     assert tracked == layer.num_batches_tracked == 4
     if running:
@@ -213,9 +213,9 @@ def assert_same_bits(found, expected):
 
 def a_layer(core, x, threads):
     row = moments(core, x, threads)
-    y, kept = forward(core, x, row, threads=threads)
-    own, dx = backward_sums(core, y, x, kept, threads), torch.empty_like(x)
-    run(core.sbn_backward, plan_of(x, threads=threads), torch.cat((own, own)), kept, y, x, dx, None, None, None)
+    y, saved = forward(core, x, row, threads=threads)
+    own, dx = backward_sums(core, y, x, saved, threads), torch.empty_like(x)
+    run(core.sbn_backward, plan_of(x, threads=threads), torch.cat((own, own)), saved, y, x, dx, None, None, None)
     return row, y, own, dx
 
 

@@ -19,7 +19,7 @@ SHAPE = (8, 4, 3, 3)
 
 
 @pytest.fixture(autouse=True)
-def company(monkeypatch):
+def always_synchronised(monkeypatch):
     """Makes a layer synchronise although it is alone."""
     monkeypatch.setattr(client.SynchronizedBatchNorm2d, "_must_synchronise", lambda *_: True)
 

@@ -152,23 +152,23 @@ def test_a_path_that_is_too_long_is_an_error(tmp_path):
 
 
 def test_a_frozen_server_keeps_its_path(path):
-    ready, told = os.pipe()
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         with socket.socket(socket.AF_UNIX) as frozen:
             frozen.bind(str(path))
             frozen.listen()
-            os.write(told, b"x")
+            os.write(writer, b"x")
             signal.pause()
         os._exit(0)
     try:
-        os.read(ready, 1)
+        os.read(reader, 1)
         os.kill(child, signal.SIGSTOP)
         with pytest.raises(BindError, match="a running server listens there"):
             Service(Config((f"ipc://{path}",)))
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        os.close(ready)
-        os.close(told)
+        os.close(reader)
+        os.close(writer)
     wait_until(lambda: not listener._is_in_use(path))

@@ -51,7 +51,7 @@ class Play:
             self.send(register(member, n, **given))
 
     @property
-    def kept(self) -> list[int]:
+    def kept_bytes(self) -> list[int]:
         return [group["kept_bytes"] for group in self.dispatcher.report(self.now)["groups"]]
 
     def is_refused(self, *messages: Message) -> bool:
@@ -151,7 +151,7 @@ def test_a_registration_beyond_a_limit_is_refused(quota, within, beyond):
     play = Play(**quota)
     assert not play.is_refused(within)
     assert play.is_refused(beyond)
-    assert len(play.kept) == 1
+    assert len(play.kept_bytes) == 1
 
 
 def test_a_contribution_beyond_the_open_rounds_is_refused_and_the_round_stays_open(monkeypatch):
@@ -175,10 +175,10 @@ def test_a_job_keeps_no_more_bytes_than_it_may():
     play.open()
     assert not play.is_refused(contribution(0, key=key(step=0)))
     assert not play.is_refused(contribution(0, key=key(step=1)))
-    assert play.kept == [PAIR + 2 * (ROUND + SIZE)]
+    assert play.kept_bytes == [PAIR + 2 * (ROUND + SIZE)]
     assert play.is_refused(contribution(0, key=key(step=2)))
     # Nothing was stored and no round opened; the earlier contribution may be repeated.
-    assert play.kept == [PAIR + 2 * (ROUND + SIZE)]
+    assert play.kept_bytes == [PAIR + 2 * (ROUND + SIZE)]
     assert len(play.dispatcher.report(0.0)["groups"][0]["waiting"]) == 2
     assert not play.is_refused(contribution(0, key=key(step=1)))
 
@@ -205,12 +205,12 @@ def test_all_groups_of_a_job_count_together_and_other_jobs_do_not():
 def test_a_long_run_keeps_the_same_number_of_bytes():
     play = Play()
     play.open()
-    kept = []
+    kept_bytes = []
     for step in range(3 * limits.CACHED_ROUNDS):
         play.send(contribution(0, key=key(step=step)), contribution(1, key=key(step=step)))
-        kept += play.kept
-    assert len(set(kept[limits.CACHED_ROUNDS :])) == 1
-    assert kept[0] > 2 * SIZE
+        kept_bytes += play.kept_bytes
+    assert len(set(kept_bytes[limits.CACHED_ROUNDS :])) == 1
+    assert kept_bytes[0] > 2 * SIZE
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_job_that_ends_frees_all_room(ends):
     usage = play.dispatcher._usage
     assert usage.allocated_by_tenant["job 'job'"] > 3 * SIZE
     play.send(*ends)
-    assert play.kept == []
+    assert play.kept_bytes == []
     assert (usage.allocated, usage.allocated_by_tenant) == (0, {})
 
 
@@ -239,12 +239,12 @@ def test_contributions_parked_after_a_restart_count_and_are_freed():
     aggregate = play_aggregate()
     back = Play()
     back.send(register(0, **PAST), Result(session_of(0), aggregate))
-    results = back.kept[0]
+    results = back.kept_bytes[0]
     assert results > GROUP_BYTES + MEMBER_BYTES + 2 * EXPECTED_BYTES + CONTRIBUTION_BYTES
     play = Play(max_tenant_bytes=results + SIZE)
     play.send(register(0, **PAST), Result(session_of(0), aggregate))
     assert not play.is_refused(contribution(0, key=key(step=1)))
-    assert play.kept == [results + SIZE]
+    assert play.kept_bytes == [results + SIZE]
     assert play.is_refused(contribution(0, key=key(step=2)))
     play.send(Leave(session_of(0), ""))
     assert play.dispatcher._usage.allocated == 0

@@ -42,7 +42,7 @@ def dial() -> Iterator[Callable[[Service], zmq.Socket]]:
         yield connect
 
 
-def told(service: Service, name: str) -> int:
+def counter(service: Service, name: str) -> int:
     return ask(service.endpoints[0])[name]
 
 
@@ -60,7 +60,7 @@ def test_a_handshake_that_does_not_end_is_ended(serve, monkeypatch):
     address = ("127.0.0.1", int(service.endpoints[0].rpartition(":")[2]))
     with socket.create_connection(address) as stranger:
         assert hangs_up(stranger) < 10.0
-    wait_until(lambda: told(service, "refused_connections") == 1)
+    wait_until(lambda: counter(service, "refused_connections") == 1)
 
 
 def test_a_member_that_left_leaves_no_trace(serve):
@@ -84,16 +84,16 @@ def test_clients_that_do_not_read_do_not_grow_the_servers_memory(serve, dial, ca
     frame = encode(contribution(0, key=key(long, job=long, group=long)))
 
     def refused(frames: int) -> int:
-        told_before = told(service, "strangers")
+        count = counter(service, "strangers")
         for _ in range(frames):
             stranger.send(frame)
-        wait_until(lambda: told(service, "strangers") == told_before + frames, WAIT_SECONDS)
+        wait_until(lambda: counter(service, "strangers") == count + frames, WAIT_SECONDS)
         return _resident_bytes()
 
     before = refused(10_000)  # fills the queues and the network, and the allocator gets its pages
-    dropped = told(service, "dropped_answers")
+    dropped = counter(service, "dropped_answers")
     after = refused(12_000)
-    assert told(service, "dropped_answers") - dropped > 4_000
+    assert counter(service, "dropped_answers") - dropped > 4_000
     assert after - before < 2**23
 
 
@@ -131,7 +131,7 @@ def test_refusals_are_forgotten_after_a_moment(serve, dial, monkeypatch):
         refused += 1
         if refused % 5 == 0:
             wait_until(lambda: not service._connections._refusals)
-    assert told(service, "flooding_connections") == 0
+    assert counter(service, "flooding_connections") == 0
 
 
 def test_a_member_may_be_refused_once_for_each_group_after_a_restart(serve, dial):
@@ -155,4 +155,4 @@ def test_a_client_learns_of_a_limit_by_an_error(serve):
         with pytest.raises(LimitExceeded, match="exceed the limit of 20000") as caught:
             SlavePipe(member, "bn").run_slave(rows(1.0, channels=4096))
         assert caught.value.fields["limit"] == 20_000
-    assert told(service, "over_limits") == 1
+    assert counter(service, "over_limits") == 1

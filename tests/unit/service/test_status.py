@@ -144,7 +144,7 @@ PAIR = {"group": "pair", "missing": 1}
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "text"),
     [
         ({"missing": 1, "members": GROUP["members"][:1]}, "Waiting for rank 1 to join: 1 of 2 ranks are here"),
         (PAIR | {"members": GROUP["members"][1:]}, "Waiting for 1 rank besides rank 1 to join: 1 of 2 ranks are here"),
@@ -155,8 +155,8 @@ PAIR = {"group": "pair", "missing": 1}
         ({"lost": "member 1 left"}, "Broken: member 1 left"),
     ],
 )
-def test_a_group_in_trouble_is_marked(changed, words):
-    assert words in describe({**REPORT, "groups": [{**GROUP, "waiting": [], **changed}]}).replace("\n  ", " ")
+def test_a_group_in_trouble_is_marked(changed, text):
+    assert text in describe({**REPORT, "groups": [{**GROUP, "waiting": [], **changed}]}).replace("\n  ", " ")
 
 
 def test_a_shortened_report_counts_the_omitted_groups():
@@ -289,7 +289,7 @@ def another_version(frame: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "text"),
     [
         (encode(Failure("protocol", "I am a teapot", {})), "gave no status: I am a teapot"),
         (encode(Registered(b"session0", b"server00", 0, 0, 0, NO_MEMBERS)), "gave no status: Registered"),
@@ -301,12 +301,12 @@ def another_version(frame: bytes) -> bytes:
     ],
     ids=["a failure", "another message", "another version", "no message"],
 )
-def test_an_answer_other_than_a_status_exits_with_4_and_one_line(somebody, capsys, answer, words):
+def test_an_answer_other_than_a_status_exits_with_4_and_one_line(somebody, capsys, answer, text):
     endpoint = somebody(answer)
     assert command.main(["status", endpoint]) == 4
     said = capsys.readouterr()
     assert said.out == ""
-    assert words in unwrap(said.err)
+    assert text in unwrap(said.err)
     assert unwrap(said.err).count("\n") == 1
 
 

@@ -64,12 +64,12 @@ def test_the_watch_ends_without_a_server_at_the_start():
 
 
 def test_a_report_is_json_on_one_line(monkeypatch, capsys, tmp_path):
-    told = {"b": 1, "a": "é\n", "groups": []}
-    monkeypatch.setattr(command, "ask", lambda *_, **__: told)
+    answer = {"b": 1, "a": "é\n", "groups": []}
+    monkeypatch.setattr(command, "ask", lambda *_, **__: answer)
     assert command.main(["status", f"ipc://{tmp_path}/server", "--json"]) == 0
     text = capsys.readouterr().out
     assert text == '{"a": "é\\n", "b": 1, "groups": []}\n'
-    assert json.loads(text) == told
+    assert json.loads(text) == answer
 
 
 def test_nothing_of_a_malformed_report_is_shown_later(monkeypatch):

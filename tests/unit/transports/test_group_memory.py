@@ -40,8 +40,8 @@ def rows(first: float, replicas: int = 1, channels: int = 4, vectors: int = 2, c
     return Rows(counts or tuple(range(5, 5 + replicas)), values)
 
 
-def meet(memories: list[GroupMemory], brought: list[Rows], digests: list[int] | None = None) -> list[int]:
-    for mine, own, digest in zip(memories, brought, digests or [7] * len(brought), strict=True):
+def meet(memories: list[GroupMemory], contributions: list[Rows], digests: list[int] | None = None) -> list[int]:
+    for mine, own, digest in zip(memories, contributions, digests or [7] * len(contributions), strict=True):
         mine.arrive(digest, own)
     return [mine.wait(0.0) for mine in memories]
 
@@ -74,7 +74,7 @@ def test_a_signal_ends_a_wait_so_that_python_handles_it():
 
 
 @pytest.mark.parametrize(
-    ("brought", "digests", "found"),
+    ("contributions", "digests", "found"),
     [
         ([rows(1.0)] * 3, [1, 2, 1], DIFFERS),
         ([rows(1.0)] * 3, [0, 2**64 - 1, 2**63], DIFFERS),
@@ -91,10 +91,10 @@ def test_a_signal_ends_a_wait_so_that_python_handles_it():
         ([rows(1.7e308), rows(1.0), rows(-1.7e308)], None, DONE),
     ],
 )
-def test_all_members_reach_the_same_verdict(brought, digests, found):
+def test_all_members_reach_the_same_verdict(contributions, digests, found):
     memories = memories_of(3)
     for _ in range(3):
-        assert meet(memories, brought, digests) == [found] * 3
+        assert meet(memories, contributions, digests) == [found] * 3
     assert meet(memories, [rows(1.0)] * 3) == [DONE] * 3
 
 
@@ -107,12 +107,12 @@ MORE, WIDE = ((5, 7), (2, 2, 4)), ((5,), (1, 2, TOO_WIDE))
 def test_rows_of_one_turn_do_not_reach_another(order):
     memories = memories_of(3)
     for turn, (counts, shape) in enumerate((*order, *order), 1):
-        brought = [np.full(shape, turn + me / 4) for me in range(3)]
-        found = meet(memories, [Rows(counts, values) for values in brought])
+        contributions = [np.full(shape, turn + me / 4) for me in range(3)]
+        found = meet(memories, [Rows(counts, values) for values in contributions])
         assert found == [DIFFERS if shape[2] == TOO_WIDE else DONE] * 3
         for mine in memories if found[0] == DONE else ():
             assert mine.gathered_rows()[0] == [*counts] * 3
-            assert mine.gathered_rows()[2].tobytes() == np.concatenate(brought).tobytes()
+            assert mine.gathered_rows()[2].tobytes() == np.concatenate(contributions).tobytes()
 
 
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (3, 3, 3), (1, 2, 5)])
@@ -122,9 +122,9 @@ def test_each_member_adds_the_rows_of_all_in_member_order(replicas):
     scales = 10.0 ** chance.integers(-8, 9, (sum(replicas), 2, 37))
     parts = np.split(chance.standard_normal(scales.shape) * scales, np.cumsum(replicas)[:-1])
     parts[0][0, 0, 0] = -0.0
-    brought = [Rows(tuple(range(1, 1 + len(part))), np.asfortranarray(part)) for part in parts]
-    assert meet(memories, brought) == [DONE] * 3
-    counts = [count for mine in brought for count in mine.counts]
+    contributions = [Rows(tuple(range(1, 1 + len(part))), np.asfortranarray(part)) for part in parts]
+    assert meet(memories, contributions) == [DONE] * 3
+    counts = [count for mine in contributions for count in mine.counts]
     for one in memories:
         assert one.total.tobytes() == sum_in_order(np.concatenate(parts)).tobytes()
         assert (one.rows, one.count) == (sum(replicas), sum(counts))
@@ -202,13 +202,13 @@ def test_a_complete_turn_counts_although_one_member_has_closed_since():
 
 def test_a_turn_counts_as_escalated_whichever_member_escalated_it():
     first, second = memories_of(2)
-    for told in (None, first, second):
+    for caller in (None, first, second):
         for one in (first, second):
             one.arrive(1, rows(1.0))
-            if one is told:
+            if one is caller:
                 one.escalate()
         assert [one.wait(0.0) for one in (first, second)] == [DONE, DONE]
-        assert tuple(bool(one.is_escalated) for one in (first, second)) == (told is not None, told is not None)
+        assert tuple(bool(one.is_escalated) for one in (first, second)) == (caller is not None, caller is not None)
     first.arrive(1, rows(1.0))
     second.arrive(1, rows(1.0))
     assert not second.is_escalated

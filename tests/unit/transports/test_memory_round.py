@@ -129,9 +129,9 @@ def test_missing_members_are_named_although_the_server_does_not_answer(caplog):
     waiting = begun(0)
     for now in range(1, 18):
         waiting.step(float(now), None)
-    (told,) = [record.getMessage() for record in caplog.records]
+    (text,) = [record.getMessage() for record in caplog.records]
     assert re.search(
         r"the server at ipc:///there has not answered for 1\d s; waiting for it, or for another one there, for 5\d s "
         r"more. In shared memory the round waits for rank 1$",
-        told,
+        text,
     )

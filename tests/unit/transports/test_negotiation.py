@@ -40,21 +40,21 @@ def with_transports(*transports: str, master: MemoryMaster | None = None, progra
     return in_threads([lambda number=number: member(number) for number in range(len(transports))])
 
 
-def told(caplog) -> list[tuple[int, str]]:
+def logged(caplog) -> list[tuple[int, str]]:
     return sorted((one.levelno, one.getMessage()) for one in caplog.records if GROUP in one.getMessage())
 
 
 def test_members_that_support_shared_memory_choose_it(caplog):
     caplog.set_level(logging.INFO, logger="statsd_bn.client")
     assert with_transports(AUTO, AUTO, SHARED_MEMORY) == [(SHARED_MEMORY, "")] * 3
-    assert told(caplog) == [(logging.INFO, f"{GROUP} in shared memory")] * 3
+    assert logged(caplog) == [(logging.INFO, f"{GROUP} in shared memory")] * 3
 
 
 def test_one_member_that_wants_the_server_keeps_all_at_the_server(caplog):
     caplog.set_level(logging.INFO, logger="statsd_bn.client")
     assert with_transports(AUTO, OVER_SERVER, SHARED_MEMORY) == [(OVER_SERVER, REFUSED)] * 3
     text = f"{GROUP} over the server, and not in shared memory: {REFUSED}"
-    assert told(caplog) == [(logging.INFO, text)] * 2 + [(logging.WARNING, text)]
+    assert logged(caplog) == [(logging.INFO, text)] * 2 + [(logging.WARNING, text)]
 
 
 @pytest.mark.parametrize("transport", [AUTO, SHARED_MEMORY])

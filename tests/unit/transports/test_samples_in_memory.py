@@ -56,14 +56,14 @@ class Report:
 
 def train(members, master, *, replicas=1, scales=None):
     def program(connection):
-        told = Report(master, connection)
+        reporter = Report(master, connection)
         for step in range(STEPS):
             scale = (scales or {}).get(connection.rank, 1.0)
             for layer in LAYERS:
                 rows = rows_of(connection.rank, step, layer, replicas, scale)
                 key = SharedMemoryPipe(connection, layer).run_slave(rows).key
             SharedMemoryPipe(connection, layer).run_slave(rows, key.of_phase(BACKWARD))
-            told.beat()
+            reporter.beat()
         assert connection.transport == SHARED_MEMORY
         # Reported within the program: the server drops the group when its last member leaves.
         return master.report("world") if connection.rank == 0 else connection.session(None).transport.samples
@@ -93,12 +93,12 @@ def test_the_figures_are_those_of_the_rows_of_each_step(replicas):
     master = MemoryMaster()
     frames = frames_of(master)
     train(3, master, replicas=replicas)
-    told = digests(frames)
+    stats = digests(frames)
     # The first round of the group travels over the server.
-    assert [one.names for one in told] == [LAYERS[1:], *[LAYERS] * (STEPS - 1)]
-    steps = [one.step for one in told]
+    assert [one.names for one in stats] == [LAYERS[1:], *[LAYERS] * (STEPS - 1)]
+    steps = [one.step for one in stats]
     assert steps == sorted(set(steps))
-    for n, one in enumerate(told):
+    for n, one in enumerate(stats):
         for layer, found in zip(one.names, one.values, strict=True):
             rows = [rows_of(rank, n, layer, replicas) for rank in range(3)]
             counts = np.full(3, float(VALUES * replicas))
@@ -111,7 +111,7 @@ def test_rows_that_are_not_finite_are_reported_at_once_and_not_in_skew_stats():
     frames = frames_of(master)
 
     def program(connection):
-        told = Report(master, connection)
+        reporter = Report(master, connection)
         for step in range(3):
             rows = rows_of(connection.rank, step, "stem")
             if step == 1 and connection.rank == 2:
@@ -120,7 +120,7 @@ def test_rows_that_are_not_finite_are_reported_at_once_and_not_in_skew_stats():
             pipe.run_slave(rows, pipe.run_slave(rows).key.of_phase(BACKWARD))
             if step == 1:
                 text, *_ = master.report("world")["non_finite"]  # before any heartbeat
-            told.beat()
+            reporter.beat()
         return text
 
     texts = run_members(3, program, master, transport=SHARED_MEMORY)

@@ -29,8 +29,8 @@ def test_a_silent_server_is_shown_with_its_last_report():
 
 
 def test_a_restart_is_one_event_and_the_remedy_is_no_part_of_an_event():
-    told = ServerUnreachable("no server listens at ipc://s; Is `python -m server` running there?")
-    feed = feed_of(report(), told, report(server="efgh"))
+    error = ServerUnreachable("no server listens at ipc://s; Is `python -m server` running there?")
+    feed = feed_of(report(), error, report(server="efgh"))
     feed.refresh()
     assert feed.refresh()["verdict"]["advice"].startswith("Is `python -m server` running there? Ranks wait for ")
     feed.refresh()

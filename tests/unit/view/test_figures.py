@@ -23,10 +23,10 @@ class Server:
     def __call__(self, question):
         self.asked.append((question.job, question.group, question.first))
         known = self.layers if question.job == self.job else []
-        told = known[question.first : question.first + self.each]
-        values = np.array([VALUES] * len(told)).reshape(-1, 2, 4)
+        names = known[question.first : question.first + self.each]
+        values = np.array([VALUES] * len(names)).reshape(-1, 2, 4)
         named = question.job, question.group, question.first
-        return encode(Figures(*named, len(known), "\n".join(told), values))
+        return encode(Figures(*named, len(known), "\n".join(names), values))
 
 
 def test_a_group_has_its_layers_in_order_with_the_part_of_each_member():

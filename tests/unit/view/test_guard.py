@@ -16,15 +16,15 @@ async def page(_scope, _receive, send):
 
 
 def answer(guard, method="GET", host="127.0.0.1:8321", query="", **headers):
-    told = []
+    messages = []
 
     async def send(message):
-        told.append(message)
+        messages.append(message)
 
     named = [(b"host", host.encode()), *((name.encode(), value.encode()) for name, value in headers.items())]
     scope = {"type": "http", "method": method, "headers": named, "query_string": query.encode()}
     asyncio.run(guard(scope, None, send))
-    return told[0]["status"], dict(told[0]["headers"])
+    return messages[0]["status"], dict(messages[0]["headers"])
 
 
 def test_the_token_is_accepted_in_a_header_or_a_cookie():

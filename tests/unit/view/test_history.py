@@ -53,12 +53,12 @@ def test_a_layer_has_its_means_and_variances_of_ten_minutes():
     history = LayerHistory()
     for second in range(1000):
         history.add(float(second), layers(second), 2**20)
-    told = history.of_layer("bn1")
-    times = told["seconds"]
+    series = history.of_layer("bn1")
+    times = series["seconds"]
     assert times[0] >= 999 - SECONDS - INTERVAL_SECONDS
     assert times[-1] >= 999 - INTERVAL_SECONDS
-    assert unpack(told["means"], len(times), 3).tolist() == [[time] * 3 for time in times]
-    assert unpack(told["variances"], len(times), 3)[0].tolist() == [times[0] + 1] * 3
+    assert unpack(series["means"], len(times), 3).tolist() == [[time] * 3 for time in times]
+    assert unpack(series["variances"], len(times), 3)[0].tolist() == [times[0] + 1] * 3
     assert history.of_layer("other") is None
 
 
@@ -86,8 +86,8 @@ def test_a_snapshot_builder_has_the_history_of_its_groups():
         changed = {"variances": [1.0, 1.0 + min(second, 8)]}
         of = group(member(0), member(1), figures=figures(layer("bn1", 0.1, 0.2) | changed))
         builder.update(float(second), report(of))
-    told = builder.history("digits", "world", "bn1")
-    assert (told["seconds"], told["ranks"]) == ([0.0, 4.0, 8.0], [0, 1])
+    history = builder.history("digits", "world", "bn1")
+    assert (history["seconds"], history["ranks"]) == ([0.0, 4.0, 8.0], [0, 1])
     assert builder.history("digits", "world", "bn2") is None
     assert builder.history("other", "world", "bn1") is None
     builder.update(700.0, report(of))
@@ -103,9 +103,9 @@ def test_the_heat_has_the_ratio_of_each_variance_to_the_median_of_the_others(mem
         {"name": f"bn{place}", "eta2": 0.1, "parts": row * 0, "means": row, "variances": row}
         for place, row in enumerate(variances)
     ]
-    told = heat(SnapshotBuilder("x").update(0.0, report(group(figures=figures(*of)))), "digits", "world")
-    ratios = unpack(told["ratios"], 2, members)
+    heatmap = heat(SnapshotBuilder("x").update(0.0, report(group(figures=figures(*of)))), "digits", "world")
+    ratios = unpack(heatmap["ratios"], 2, members)
     for row, found in zip(variances, ratios, strict=True):
         expected = [row[at] / np.median(np.delete(row, at)) if members > 1 else 1.0 for at in range(members)]
         assert found.tolist() == pytest.approx(expected, rel=1e-6)
-    assert unpack(told["means"], 2, members).tolist() == pytest.approx(variances.astype("f4"))
+    assert unpack(heatmap["means"], 2, members).tolist() == pytest.approx(variances.astype("f4"))

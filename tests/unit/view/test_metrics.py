@@ -22,8 +22,8 @@ HISTOGRAM = {"counts": [3, 2, *[0] * (len(BOUNDS) - 2), 1], "sum": 0.5}
 
 def samples(*reports):
     watcher = SnapshotBuilder("x")
-    for second, told in enumerate(reports):
-        snapshot = watcher.update(float(second), told)
+    for second, status in enumerate(reports):
+        snapshot = watcher.update(float(second), status)
     text = generate_latest(Metrics(snapshot)).decode()
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
@@ -36,10 +36,10 @@ def value(of, name, **labels):
 
 def test_prometheus_own_parser_reads_the_metrics_of_a_group():
     pace = {"waiting": 0.2, "score": 0.5}
-    told = group(
+    world = group(
         member(0, **pace), **NAMED, rounds_failed=3, non_finite=["x"], round_seconds=HISTOGRAM, late_seconds=HISTOGRAM
     )
-    of = samples(report(), report(told))
+    of = samples(report(), report(world))
     assert value(of, "statsd_bn_up") == 1
     assert value(of, "statsd_bn_rounds_total", **NAMED) == 100
     assert value(of, "statsd_bn_rounds_failed_total", **NAMED) == 3
@@ -57,8 +57,8 @@ def test_prometheus_own_parser_reads_the_metrics_of_a_group():
 
 
 def test_round_trips_are_a_histogram_of_their_own_from_20_microseconds_on():
-    told = {"counts": [7, 1], "sum": 2e-4}
-    of = samples(report(group(member(3, round_trip={"median": 2e-5, "p99": 4e-5}), **NAMED, round_trip_seconds=told)))
+    trips = {"counts": [7, 1], "sum": 2e-4}
+    of = samples(report(group(member(3, round_trip={"median": 2e-5, "p99": 4e-5}), **NAMED, round_trip_seconds=trips)))
     buckets = {float(s.labels["le"]): s.value for s in of if s.name == "statsd_bn_round_trip_seconds_bucket"}
     assert list(buckets.items())[:3] == [(20e-6, 7), (40e-6, 8), (80e-6, 8)]
     assert value(of, "statsd_bn_round_trip_seconds_sum", **NAMED) == 2e-4
@@ -69,8 +69,8 @@ def test_round_trips_are_a_histogram_of_their_own_from_20_microseconds_on():
 def test_the_verdict_and_its_numbers_are_metrics():
     first = {"layer": "bn1", "phase": "forward", "step": 20, "ranks": [2], "channels": 1, "of": 4, "what": "NaN"}
     found = {"first_non_finite": first, "findings": [skew(1), skew(0, cleared=True)], "slowest": 1, "held": 0.25}
-    told = group(member(0, round_trip={"median": 2e-5, "p99": 4e-5}), member(1), **NAMED, **found)
-    of = samples(report(told))
+    world = group(member(0, round_trip={"median": 2e-5, "p99": 4e-5}), member(1), **NAMED, **found)
+    of = samples(report(world))
     assert value(of, "statsd_bn_severity", state="data", **NAMED) == 3
     assert value(of, "statsd_bn_first_non_finite_step", layer="bn1", rank="2", **NAMED) == 20
     assert value(of, "statsd_bn_finding_variance_ratio", layer="bn1", rank="1", **NAMED) == 8.5
@@ -120,7 +120,7 @@ def test_the_dashboard_and_the_rules_use_existing_metrics():
     paced = member(0, waiting=0.2, score=0.5, round_trip={"median": 2e-5, "p99": 4e-5})
     pace = {"slowest": 0, "held": 0.1}
     of = group(paced, round_seconds=HISTOGRAM, round_trip_seconds=HISTOGRAM, figures=figures(layer("bn", 0.1)), **pace)
-    told = {sample.name for sample in samples(report(), report(of))}
+    metrics = {sample.name for sample in samples(report(), report(of))}
     folder = ROOT / "docker/monitoring"
     board = json.loads((folder / "dashboard.json").read_text())
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
@@ -128,7 +128,7 @@ def test_the_dashboard_and_the_rules_use_existing_metrics():
     asked += re.findall(r"expr: (.*)", (folder / "alerts.yml").read_text())
     names = [re.findall(r"statsd_bn_\w+", expression) for expression in asked]
     assert len(names) > 15
-    assert all(len(found) == 1 and set(found) <= told for found in names), names
+    assert all(len(found) == 1 and set(found) <= metrics for found in names), names
     asked_twice = {name for name, times in Counter(found for of in names for found in set(of)).items() if times > 1}
     assert {"statsd_bn_findings", "statsd_bn_non_finite", "statsd_bn_broken"} <= asked_twice, "by board and rules"
     places = [panel["gridPos"] for panel in board["panels"]]

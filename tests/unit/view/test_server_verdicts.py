@@ -53,13 +53,13 @@ def test_a_rank_that_raises_is_named_until_long_after_the_end():
     job = Watched(3)
     job.contribute(0)
     job.send(Leave(session_of(2), "ValueError: loss is nan\nat some step"), b"2")
-    words = "Broken: rank 2 (place 2) raised ValueError at step 3: loss is nan; at some step"
-    assert job.watch(1) == [words]
+    text = "Broken: rank 2 (place 2) raised ValueError at step 3: loss is nan; at some step"
+    assert job.watch(1) == [text]
     assert job.look()["cards"][0] == {"name": "Ranks", "value": "Rank 2 failed", "note": "of 3 ranks", "state": "bad"}
     for rank in (0, 1):
         job.send(Leave(session_of(rank), "ReplicaLost: rank 2 failed"), b"%d" % rank)
     job.size = 0
-    assert set(job.watch(9)) == {words}
+    assert set(job.watch(9)) == {text}
     group = job.look()
     assert group["over"]["reason"].startswith("rank 2 (place 2) failed with ValueError")
     shown = [(member["member"], member["flag"], member["doing"]) for member in group["members"]]

@@ -27,7 +27,7 @@ def test_a_new_epoch_has_no_rate_of_the_old_one():
 
 def test_a_snapshot_lists_waiting_and_awaited_members():
     shown = SnapshotBuilder("x").update(0.0, report(group(member(0), member(1), waiting=[ROUND])))
-    doing = [told["doing"] for told in shown["groups"][0]["members"]]
+    doing = [one["doing"] for one in shown["groups"][0]["members"]]
     assert doing == ["waits 2 s in bn1", "the others wait 2 s for it in bn1"]
     cut = SnapshotBuilder("x").update(
         0.0, report(group(member(0), member(1), waiting=[ROUND | {"missing_left_out": 3}]))
@@ -44,8 +44,8 @@ def test_a_silent_server_is_reported_once_and_so_is_its_return():
     assert silent["groups"][0]["job"] == "digits"
     back = watcher.update(6.0, report(group(member(0))))
     assert back["error"] == ""
-    told = [(event["time"], event["kind"]) for event in back["events"]]
-    assert told == [(1.0, "silent"), (6.0, "answers")], "the silence is dated by the last answer"
+    timeline = [(event["time"], event["kind"]) for event in back["events"]]
+    assert timeline == [(1.0, "silent"), (6.0, "answers")], "the silence is dated by the last answer"
 
 
 def test_events_are_bounded_and_a_snapshot_is_json():
@@ -117,9 +117,9 @@ def test_a_missing_job_has_ended_or_was_lost():
 
 def test_a_finding_is_reported_once():
     finding = straggler(2)
-    told = report(group(member(0), findings=[finding]))
-    assert kinds(report(group(member(0))), told) == [("straggler", "Rank 2 held the others up (at step 7)")]
-    assert kinds(told, report(group(member(0), findings=[finding | {"text": "still"}]))) == []
+    with_finding = report(group(member(0), findings=[finding]))
+    assert kinds(report(group(member(0))), with_finding) == [("straggler", "Rank 2 held the others up (at step 7)")]
+    assert kinds(with_finding, report(group(member(0), findings=[finding | {"text": "still"}]))) == []
 
 
 def test_of_several_runs_of_one_name_the_latest_end_counts():
@@ -129,7 +129,7 @@ def test_of_several_runs_of_one_name_the_latest_end_counts():
     assert kinds(before, report(ended=[broken, well])) == [("lost", "Broken: rank 0 failed")]
 
 
-def test_a_group_that_ends_in_a_running_job_does_not_get_an_earlier_runs_end():
+def test_a_group_that_ends_in_a_running_job_does_not_get_the_end_of_an_earlier_run():
     broken = ended(lost="rank 0 failed", seconds=60.0)
     before = report(group(member(0)), group(member(0), group="pair"))
     assert kinds(before, report(group(member(0)), ended=[broken])) == [("ended", "Finished in good order")]
@@ -254,8 +254,8 @@ def test_a_finding_has_the_present_numbers_of_its_layer():
 @pytest.mark.parametrize("name", ["means", "variances"])
 def test_a_finding_keeps_its_numbers_where_the_figures_of_its_layer_overflow(name):
     of = layer("bn1", 0.1, 0.2, 0.1) | {name: [1.0, float("inf"), float("inf")]}
-    told = group(*(member(rank) for rank in range(3)), findings=[skew(1)], figures=figures(of))
-    (found,) = SnapshotBuilder("x").update(0.0, report(told))["groups"]
+    world = group(*(member(rank) for rank in range(3)), findings=[skew(1)], figures=figures(of))
+    (found,) = SnapshotBuilder("x").update(0.0, report(world))["groups"]
     assert found["findings"] == [skew(1)]
 
 

@@ -174,12 +174,12 @@ def test_a_job_that_ended_in_good_order_says_so_first():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "late", "is_told"),
+    ("seconds", "late", "is_reported"),
     [(0.9, {}, False), (1.1, {}, True), (2.0, {"late_seconds": LATE}, False), (3.0, {"late_seconds": LATE}, True)],
 )
-def test_only_an_unusual_wait_is_reported(seconds, late, is_told):
+def test_only_an_unusual_wait_is_reported(seconds, late, is_reported):
     of = group(*FOUR, waiting=[waiting(seconds, 2)], **late)
-    assert (verdicts(of, NOW)[0].state == "waiting") == is_told
+    assert (verdicts(of, NOW)[0].state == "waiting") == is_reported
 
 
 def test_a_wait_is_reported_with_the_usual_delay():
@@ -216,14 +216,14 @@ def test_a_silent_server_has_a_short_endpoint_and_the_remedy_of_its_error():
 
 
 def test_a_share_of_less_than_a_minute_is_provisional():
-    def told(held):
+    def summary(held):
         of = group(*FOUR, rounds_per_second=9.0, slowest=1, held=held, held_seconds=20.4)
         first, speed, waits, *_ = verdicts(of, NOW)[0].state, *cards(of, verdicts(of, NOW))[1:]
         return first, speed["state"], waits["value"], waits["note"], waits["state"]
 
     note = "the others waited {} of 20 s for {}"
-    assert told(0.4) == ("healthy", "good", "Rank 1 so far", note.format("40%", "rank 1"), "unknown")
-    assert told(0.02) == ("healthy", "good", "No slow rank so far", note.format("2%", "any rank"), "unknown")
+    assert summary(0.4) == ("healthy", "good", "Rank 1 so far", note.format("40%", "rank 1"), "unknown")
+    assert summary(0.02) == ("healthy", "good", "No slow rank so far", note.format("2%", "any rank"), "unknown")
 
 
 def test_a_young_job_says_when_its_slow_rank_is_known():
@@ -242,8 +242,8 @@ def test_the_start_of_a_slow_rank_is_that_of_the_window_that_shows_it():
         builder = SnapshotBuilder("x")
         for second, slowest, held, length in seen:
             known = {"slowest": slowest, "held": held, "held_seconds": length} if slowest is not None else {}
-            told = builder.update(NOW + second, report(group(*FOUR, **known)))["groups"][0]["verdict"]
-        return told["state"], told["since"], told["from_start"]
+            verdict = builder.update(NOW + second, report(group(*FOUR, **known)))["groups"][0]["verdict"]
+        return verdict["state"], verdict["since"], verdict["from_start"]
 
     young, even = (0, None, 0.0, 0.0), (60, 1, 0.02, 60.0)
     assert begun(young, (40, 1, 0.3, 10.0), (90, 1, 0.3, 60.0)) == ("slow", NOW + 30, True)

@@ -25,8 +25,8 @@ class Page:
     """The application with one snapshot of a pretended server, without sockets."""
 
     def __init__(self):
-        told = figures(*(layer(name, 0.01, 0.01, 0.2) for name in ("bn0", LAYER)))
-        answer = report(group(*(member(rank) for rank in range(3)), job=JOB, figures=told), group(member(0)))
+        layers = figures(*(layer(name, 0.01, 0.01, 0.2) for name in ("bn0", LAYER)))
+        answer = report(group(*(member(rank) for rank in range(3)), job=JOB, figures=layers), group(member(0)))
         self.feed = Feed("tcp://127.0.0.1:4555", lambda: answer)
         self.feed.refresh()
         self.app = app(self.feed, TOKEN)
@@ -35,10 +35,10 @@ class Page:
         return asyncio.run(self.answer(path, method, headers, **query))
 
     async def answer(self, path, method="GET", headers=BEARER, until=None, **query):
-        told = []
+        messages = []
 
         async def send(message):
-            told.append(message)
+            messages.append(message)
             if until and until in message.get("body", b""):
                 self.feed.stop()
 
@@ -46,8 +46,8 @@ class Page:
             await asyncio.sleep(60)
 
         await self.app(self.scope(path, method, headers, "2.4", **query), receive, send)
-        body = b"".join(message.get("body", b"") for message in told[1:])
-        return told[0]["status"], dict(told[0]["headers"]), body
+        body = b"".join(message.get("body", b"") for message in messages[1:])
+        return messages[0]["status"], dict(messages[0]["headers"]), body
 
     @staticmethod
     def scope(path, method="GET", headers=BEARER, version="2.3", **query):
@@ -104,9 +104,9 @@ def test_the_stream_sends_each_snapshot_without_its_figures():
     assert headers[b"content-type"].startswith(b"text/event-stream")
     first = body.decode().split("\n\n")[0]
     assert first.startswith("data: ")
-    told = json.loads(first.removeprefix("data: "))
-    assert told["groups"][0]["job"] == JOB
-    assert [told_group["has_figures"] for told_group in told["groups"]] == [True, False]
+    snapshot = json.loads(first.removeprefix("data: "))
+    assert snapshot["groups"][0]["job"] == JOB
+    assert [one["has_figures"] for one in snapshot["groups"]] == [True, False]
     assert "parts" not in first
 
 
@@ -124,10 +124,10 @@ def test_streams_are_bounded():
 
 
 def test_the_heat_has_all_layers_and_ranks():
-    told = json.loads(Page().get("/heat", **ASKS["/heat"])[2])
-    assert (told["layers"], told["members"], told["eta2"]) == (["bn0", LAYER], 3, [0.22, 0.22])
-    assert told["ranks"] == [0, 1, 2]
-    parts = struct.unpack("<6f", base64.b64decode(told["parts"]))
+    heatmap = json.loads(Page().get("/heat", **ASKS["/heat"])[2])
+    assert (heatmap["layers"], heatmap["members"], heatmap["eta2"]) == (["bn0", LAYER], 3, [0.22, 0.22])
+    assert heatmap["ranks"] == [0, 1, 2]
+    parts = struct.unpack("<6f", base64.b64decode(heatmap["parts"]))
     assert parts == pytest.approx([0.01, 0.01, 0.2] * 2)
 
 

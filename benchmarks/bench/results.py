@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Result:
     """Result of one benchmark.
 
     Attributes:
@@ -47,7 +47,7 @@ class Kept:
         path = _path(name)
         return cls(**json.loads(path.read_text())) if path.exists() else None
 
-    def keep(self, name: str) -> None:
+    def save(self, name: str) -> None:
         """Writes the file."""
         _path(name).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
