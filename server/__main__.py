@@ -37,7 +37,7 @@ EXIT_CODES = {ConfigurationError: 2, BindError: 3, ServerUnreachable: 4, Authent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0, 2 usage, 3 cannot bind, 4 no server, 5 refused by the server."""
+    """Run a command; returns its exit code: 0, 2 usage, 3 cannot bind, 4 no server, 5 a refused key."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     name, *rest = given if given and not given[0].startswith("-") else ("serve", *given)
     try:

@@ -1,12 +1,12 @@
 """Endpoints: allowed addresses of servers, and the default address for this user.
 
 TCP needs CURVE keys, on loopback too. Without keys a server listens on a Unix socket that only its user can open, in a
-folder that no other user can write to. Server and client both check this. `--insecure` and STATSD_BN_INSECURE=1 allow
+folder that not everyone can write to. Server and client both check this. `--insecure` and STATSD_BN_INSECURE=1 allow
 TCP without keys, for a closed network.
 
 A client that cannot reach a server explains why. A server that refuses a client's key, or has no keys, sends no
 message: ZeroMQ reports the failed handshake only to the monitor of the client's socket, and may or may not retry. The
-numbers of these events are libzmq's.
+constants below have libzmq's numbers of the monitor's events.
 """
 
 import os
@@ -35,8 +35,8 @@ SHORT_FOLDER = "/tmp"  # noqa: S108 - a folder with a random name is made in it
 
 def check_endpoint(endpoint: str, name: str = "endpoint") -> None:
     """Raises ConfigurationError unless an endpoint is `tcp://HOST:PORT` or `ipc://PATH`."""
-    # ZeroMQ takes a port modulo 65,536 and ignores letters after it. It also accepts `ipc://*`, a random path, and
-    # Linux's abstract sockets (`ipc://@NAME`), to which every user of the host can connect.
+    # ZeroMQ takes a port modulo 65,536 and ignores letters after it. It also accepts `ipc://*`, which means a random
+    # path, and Linux's abstract sockets (`ipc://@NAME`), to which every user of the host can connect.
     scheme, separator, address = endpoint.partition("://")
     if not separator or scheme not in {"tcp", "ipc"} or not address:
         raise ConfigurationError(f"{name}: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r}")
@@ -221,9 +221,9 @@ _FAILED_BY_PROTOCOL = 0x2000
 _FAILED_BY_SERVER = 0x4000
 HANDSHAKES = _SUCCEEDED | _FAILED | _FAILED_BY_PROTOCOL | _FAILED_BY_SERVER
 
-# zmq.h: ZMQ_PROTOCOL_ERROR_*. Only one side has CURVE; the client has another server's key.
-_MECHANISMS_DIFFER = 0x11000002
-_WRONG_KEY = 0x11000001
+# zmq.h: ZMQ_PROTOCOL_ERROR_*.
+_MECHANISMS_DIFFER = 0x11000002  # only one side has CURVE
+_WRONG_KEY = 0x11000001  # the client has another server's key
 
 # One connection that closes in the handshake may mean that the server is stopping, or that a proxy answers. This many
 # in a row, over this many seconds, mean a wrong or missing key. ZeroMQ retries every 0.1 to 0.2 s.
@@ -246,7 +246,7 @@ class HandshakeMonitor:
         self.has_succeeded = False
 
     def refusal(self, event: int, value: int, closed: int, seconds: float) -> AuthenticationRefused | None:
-        """Returns the error of the last of `closed` failures in a row, or None if a later attempt may succeed."""
+        """Returns the error after `closed` failed handshakes in a row, or None if a later attempt may succeed."""
         mechanisms_differ = event == _FAILED_BY_PROTOCOL and value == _MECHANISMS_DIFFER
         if event == _FAILED_BY_SERVER:
             what, reason = "the server does not know this client's key", "unknown key"

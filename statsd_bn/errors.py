@@ -1,8 +1,8 @@
-"""All errors of the project, as one small tree.
+"""All errors of the project, in one small hierarchy.
 
 An error has a message for people, with the expected and the received value and a remedy, and the same facts as `fields`
 for programs. Its `code` identifies it on the wire: `from_wire` finds the class, so that a member raises the same error
-as the server. docs/errors.md has the tree of all errors.
+as the server. docs/errors.md describes each.
 """
 
 from typing import Any, ClassVar

@@ -111,7 +111,7 @@ def wrap(text: str, width: int = FIRST_LINE) -> str:
     """Returns an error's text with a first line of at most `width` characters, which continues on the next line."""
     if len(text.partition("\n")[0]) <= width:
         return text
-    first, *others = unwrap(text).split("\n")  # the text may contain a wrapped one
+    first, *others = unwrap(text).split("\n")  # the text may contain another error's wrapped text
     # Only text without spaces is cut inside a word, so that paths can be copied.
     end = max(_cut(first, end, width) for end in _ENDS) or _cut(first, " ", width)
     cut = end or first.rfind(" ", 1, width) + 1 or width
@@ -147,7 +147,8 @@ def error_text(
     what: str, *, table: Sequence[TableSection] = (), more_sections: int = 0, where: str = "", advice: str = ""
 ) -> str:
     """Returns the text of an error, short enough for a message."""
-    # `table` has the most important sections first; it leaves out `more_sections`. `where` is the job, group and round.
+    # `table` has the most important sections first; `more_sections` is the number of omitted sections. `where` is the
+    # job, group and round.
     head, tail = wrap(what).split("\n"), [line for line in (where and f"  in {where}", advice) if line]
     room = limits.MAX_TEXT_BYTES - _size([*head, *tail])
     return "\n".join([*head, *_fitting(table, more_sections, room), *tail])

@@ -31,6 +31,7 @@ class CallbackContext:
         self.barrier = barrier
 
 
+@api_boundary
 def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     """Call `__data_parallel_replicate__(ctx, copy_id)` on every sub-module that has it, in every replica.
 

@@ -2,8 +2,8 @@
 
     torch/nn/parallel/distributed.py:2425 _sync_buffers, called from train.py:57 main
 
-The line names the innermost frame outside of this package, and the innermost one of the user's own code, each by file,
-line and function: never a value or source code.
+The line names the collective or else the innermost frame outside of this package, and the innermost frame of the user's
+code, each by file, line and function: never a value or source code.
 """
 
 import sys
@@ -50,7 +50,7 @@ class ThreadSample:
 
 
 class ThreadSampler:
-    """Samples the main thread; samples contain torch's groups only if torch uses the rank of the job.
+    """Samples the main thread; samples contain torch's groups only if ranks in torch and in the job are equal.
 
     Most positions show whether the thread is blocked in a collective. In a backward pass and a few others, see
     `collectives.may_compute`, the thread, other threads or a device may be computing. There it counts as blocked only

@@ -100,8 +100,8 @@ def connect(
             the reason. "server": over the server, for all processes as soon as one asks for it. "shared_memory": as
             "auto", also on untested platforms, with a warning if it cannot be used. "process_group": over torch's
             default process group, whatever its backend; all processes ask for it, and each raises ConfigurationError in
-            the first round if it cannot be used. Else STATSD_BN_TRANSPORT, else "auto".
-        on_nonfinite: the reaction to NaN or infinity in the statistics of a forward pass, equal on all processes.
+            the first call of a layer if it cannot be used. Default: STATSD_BN_TRANSPORT, else "auto".
+        on_nonfinite: the reaction to NaN or infinity in the statistics of a forward pass; pass all processes the same.
             "warn": log the responsible ranks once. "raise": raise NonFinite on all ranks, before running statistics
             change. "ignore": nothing. Non-finite gradients never raise: a GradScaler overflows them on purpose. Else
             STATSD_BN_ON_NONFINITE, else "warn".

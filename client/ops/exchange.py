@@ -72,7 +72,7 @@ class Exchange:
     def forward(self, local: list[ChannelMoments]) -> None:
         """Exchange the local replicas' moments for the whole batch's; on devices, raise errors of earlier rounds.
 
-        Raises ValueError if the whole batch has one value per channel, or none although an input is not empty.
+        Raises ValueError if the whole batch has one value per channel, or if masks exclude all values.
         """
         self.local, counts = local, [moments.count for moments in local]
         rows = LocalRows.of(counts, [moments.vectors for moments in local])
@@ -102,7 +102,7 @@ class Exchange:
         return backward_round(self.transport, rows, self.capacity, self.next_key(phase))
 
     def next_key(self, phase: str) -> RoundKey:
-        """Key of the next round of a backward phase; there are several if the graph is retained."""
+        """Key of the next round of a backward phase; with a retained graph a phase has several rounds."""
         number = self._passes[phase] = self._passes.get(phase, 0) + 1
         assert self.key is not None  # noqa: S101 - a backward follows a forward
         return self.key.of_phase(phase_of(phase, number))
@@ -112,7 +112,7 @@ class Exchange:
 class PlainExchange(Exchange):
     """A plain call: a backend computes one slice without a mask, in one step forward and one step backward.
 
-    Second derivatives use the single steps of `engine`; their tensors are created from the call's buffers on first use.
+    Second derivatives use the functions of `engine` instead, on tensors made from the call's buffers when needed.
     """
 
     running: Running | None = None  # to update in the forward pass; None where the layer updates them
@@ -180,6 +180,6 @@ def _passes_of(call: int) -> Iterator[int]:  # noqa: ARG001 - the cache's key
 
 
 def count_backward_pass(call: int) -> int:
-    """Number, from 1, of this backward pass of compiled call number `call`; its graph has no `Exchange` that counts."""
+    """Number, from 1, of this backward pass of compiled call number `call`; its graph has no `Exchange` to count."""
     with _passes_lock:
         return next(_passes_of(call))

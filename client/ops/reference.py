@@ -1,4 +1,4 @@
-"""The backends of torch's operators: `Reference`, which supports every slice on every device, and `Fused`, for CUDA.
+"""The backends of torch's operators: `Reference`, for all slices, `Traced`, for compilers, and `Fused`, for CUDA.
 
 A slice is centred before it is squared or scaled: `x - center` is nearly exact in float32 even where `mean / std` is
 10,000, while `a*x + b` would lose the significant digits. A float64 term corrects for `rest = mean - center`.
@@ -120,7 +120,7 @@ class Fused:
         return ChannelMoments.from_centred(number, mean, variance.double() * number, tuple(x.shape))
 
     def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Add the rounding error of the mean to the bias."""
+        """Correct for the rounding error of the mean in the bias."""
         x, wide = dense(x), compute_type(x)
         center, rest = rounded(statistics, wide)
         weight = _weight_of(x, weight)
@@ -190,7 +190,7 @@ def gradient_vectors(statistics: ChannelStatistics, means: Tensor, dtype: torch.
 
 
 def apply_affine(x: Tensor, vectors: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """((x - center) * factor + addend) * weight + bias for the three `vectors`, shape (3, C), in an output's layout."""
+    """((x - center) * factor + addend) * weight + bias for the three `vectors`, shape (3, C); the result is dense."""
     center, factor, addend = vectors.to(x.device, non_blocking=True).unbind()
     if weight is not None:
         factor, addend = factor * weight, addend * weight

@@ -155,7 +155,7 @@ class Connection:
 
     @property
     def median_round_trip(self) -> float:
-        """Median duration of the latest rounds, in seconds; 0 before any. Waits for other members are included."""
+        """Median duration of the latest rounds over the host, in seconds; 0 before any. Includes waits for members."""
         trips = sorted(self._round_trips)
         return trips[len(trips) // 2] if trips else 0.0
 
@@ -166,7 +166,7 @@ class Connection:
             `statsd_bn/members`: number of ranks that the latest round covers.
             `statsd_bn/rounds`: as `rounds`.
             `statsd_bn/round_trip_ms`, `statsd_bn/round_trip_p99_ms`: median and 99th percentile of the latest 4,096
-            rounds, in milliseconds; 0 before any. They include the wait for the slowest rank.
+            rounds over the host, in milliseconds; 0 before any. They include the wait for the slowest rank.
             `statsd_bn/non_finite`: 1 if NaN or infinity came into the statistics of a forward pass; always 0 with
             `connect(on_nonfinite="ignore")`.
         """
@@ -299,8 +299,8 @@ class Connection:
 
     def _end_round(self, round_: Round, seconds: float, error: BaseException | None) -> None:
         if error is None:
-            self._round_trips.append(seconds)
             if round_.is_counted:
+                self._round_trips.append(seconds)
                 self.rounds += 1
                 round_.session.times.add(seconds)
         elif isinstance(error, StatsdBNError):

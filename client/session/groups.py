@@ -1,4 +1,4 @@
-"""Groups: the `size` members of a job that use the same name and synchronise together; a group lists no ranks."""
+"""Groups: members of a job that use the same name synchronise together, `size` of them; a group lists no ranks."""
 
 import os
 import socket

@@ -24,9 +24,9 @@ ASK_SECONDS, ASKED_AT_MOST = 1.0, 32.0
 SILENT_SECONDS = 1.0
 
 STEADY_SECONDS = 1.0  # two equal reports this far apart show that a member waits there
-MAX_PROCESS_GROUPS = 8  # of which one member's operation counts are stored; requests name one or two groups
+MAX_PROCESS_GROUPS = 8  # for which one member's operation counts are stored; requests name one or two groups
 
-# Runs of ranks in a reported process group: every eighth of 1,024 ranks makes 128 runs, of 15 kB. A group with more
+# Runs of ranks in a reported process group: ranks 0, 8, 16 and so on of 1,024 are 128 runs, of 15 kB. A group with more
 # runs is dropped, because its memory is not accounted for.
 MOST_RUNS = 128
 
@@ -97,7 +97,7 @@ class StackSample:
         return (max(self.since, known.since), known.seen) if known else (self.seen, self.seen)
 
     def describe(self, now: float) -> str:
-        """Text such as "is in train.py:9 load, for 3 s"; empty without a report."""
+        """Text such as "is in train.py:9 load, for 3 s", or that no answer came; empty without a report or request."""
         if self.unanswered_since is not None and now - self.unanswered_since >= SILENT_SECONDS:
             return f"has not answered a stack request for {now - self.unanswered_since:.0f} s"
         if self.latest is None:
@@ -120,7 +120,7 @@ def _position(answer: StackReport) -> tuple[object, ...]:
 
 @dataclass(slots=True)
 class Contributor:
-    """A registered member. Its process measures the fields "as reported", because some rounds bypass the server."""
+    """A registered member. Its process measures the fields marked "as reported": some rounds bypass the server."""
 
     session: bytes
     member: int  # its rank in the job
@@ -142,8 +142,8 @@ class Contributor:
     waited: float = 0.0  # total seconds of waiting in rounds that the server did not see, as reported
     total_wait: float | None = None  # seconds waited by the end of the latest window of `Pace`; None if it joined later
     least_computing: float = math.inf  # seconds of computation per round in its fastest window
-    # Of the latest complete window, for the report: the share of the time that it waited, and its speed relative to the
-    # fastest member or to its own best window, whichever is lower.
+    # Of the latest complete window, for the report: the share of the time that it waited, and the lower of its speeds
+    # relative to the fastest member and to its own best window.
     pace: dict[str, float] = field(default_factory=dict)
     lateness: Histogram = field(default_factory=Histogram)  # gaps to the previous member, in rounds where it came last
     reported_lateness: Histogram = field(default_factory=Histogram)  # the part of `lateness` in shared memory
@@ -155,7 +155,7 @@ class Contributor:
 
     @property
     def has_started(self) -> bool:
-        """Whether it has had a round, here or before a server restart."""
+        """Whether it is past step 0, or has announced results of rounds before a server restart."""
         return self.step > 0 or self.announced_results > 0
 
     @property
@@ -164,7 +164,7 @@ class Contributor:
         return len(self.recovered) < self.announced_results
 
     def position(self, now: float) -> str:
-        """Text about its position in the code, see `StackSample.describe`; empty without a report."""
+        """Text about its position in the code, see `StackSample.describe`."""
         return self.stack_sample.describe(now) if self.stack_sample else ""
 
     @property

@@ -6,13 +6,13 @@ The rules behind the table:
 2. A filling group survives the loss of members.
 3. An open or recovering strict group breaks when it loses a member that the others need: any member except a paused
    one that leaves without an error.
-4. An elastic group survives the loss of members, and accepts new ones while it is open.
+4. An elastic group survives the loss of members, and accepts new ones while it is open or recovers.
 5. An open group, strict or elastic, breaks when its members have presented contradictory results.
 6. A filling group becomes recovering when a former member registers. An open elastic group refuses former members,
    because the others have continued. An open strict group accepts only former members that were paused, because the
    others did not wait for them.
 7. After a paused member has left a strict group, rejoining members get an error: the group can never be complete again.
-8. A broken group stays broken and refuses all registrations.
+8. A broken group stays broken and refuses all registrations; `server.core.registry` may replace it.
 
 A case without a row cannot occur and raises KeyError. `server.group.membership` decides when an event occurs: it checks
 whether members are missing, late, or too many.

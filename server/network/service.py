@@ -130,8 +130,8 @@ class Service:
     @ignore_float_errors
     def run(self) -> None:
         """Serve until `stop` or `Parent.should_exit`; then process the received frames and return."""
-        # Members that still wait then go on to wait for the next server at these endpoints, as after a kill. But a
-        # server with a parent has a successor only after a failure, so here it sends each member an error.
+        # After a stop, waiting members wait for the next server at these endpoints, as after a kill. But a server with
+        # a parent has a successor only after a failure, so after a stop it sends each member an error.
         next_look = time.monotonic() + POLL_SECONDS
         while not self._stopping:
             # A blocking `recv` needs fewer system calls per frame than a poll before it.
@@ -240,7 +240,7 @@ def _signal_handlers(service: Service) -> Iterator[None]:
 
 
 def run_master(config: Config | None = None) -> None:
-    """Run the aggregation server until SIGTERM or SIGINT, or until the parent or all members end; then drain.
+    """Run the aggregation server until SIGTERM or SIGINT, or, with a parent, until the parent or all members end.
 
     Prints one line, `listening on ENDPOINT`, for each bound endpoint.
 

@@ -34,7 +34,7 @@ class Quota:
     max_members: int = _option(limits.MAX_MEMBERS, "members of a group; each is answered in every round")
     max_groups: int = _option(limits.MAX_GROUPS, "groups of all jobs; each keeps some 0.2 MB")
     max_tenant_groups: int = _option(
-        256, "groups of one tenant, and no more than the server has left", limits.MAX_GROUPS
+        256, "groups of one tenant; at most as many as are free on the server", limits.MAX_GROUPS
     )
     max_server_bytes: int = _option(
         2**29,
@@ -109,7 +109,7 @@ class QuotaUsage:
             raise self.exceeded(text, most, "groups")
 
     def check_tenant_groups(self, tenant: str, its_groups: int, groups: int) -> None:
-        """Raise LimitExceeded if a tenant has too many groups, or as many as the server has left."""
+        """Raise LimitExceeded if a tenant has too many groups, or as many as are free on the server."""
         most = min(self.quota.max_tenant_groups, self.quota.max_groups - groups)
         if its_groups >= most:
             what = "groups of a tenant"

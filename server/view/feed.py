@@ -23,7 +23,7 @@ from statsd_bn.wire import decode
 # Pause between two reports, and time limit for all figures of one report, so that the status stays current.
 PERIOD_SECONDS = FIGURES_SECONDS = 1.0
 
-MAX_BYTES = 2**21  # of figures in a report: half of the server's limit for a tenant and second
+MAX_BYTES = 2**21  # of figures in a report: half of what the server sends a tenant per second
 
 
 class Feed:
@@ -127,8 +127,8 @@ class FigureReader:
     def add_to(self, ask: Query, groups: list[dict[str, Any]]) -> None:
         """Add `figures` to the entries of the groups that have any.
 
-        `figures` has `layers`, their names in the order of a step; `eta2`, the share of each layer's variance between
-        the members; and `parts`, `means` and `variances`, float32 arrays of shape (layers, members).
+        `figures` has `layers`, the names in the order of a step; `eta2`, the share of each layer's variance that lies
+        between the members; and float32 arrays of shape (layers, members): `parts` of eta2, `means`, `variances`.
         """
         # The server has figures of strict groups only.
         strict = {(one["job"], one["group"], one["epoch"]): one for one in groups if not one.get("min_members")}

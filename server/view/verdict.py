@@ -145,8 +145,8 @@ def _non_finite(group: Group) -> Iterator[Verdict]:
     by = group.get("lost_by")
     before = f", {by['step'] - step} steps earlier" if by and by["step"] > step else ""
     channels = f", in {first['channels']} of {first['of']} channels" if first["of"] else ""
-    brought = f"{who.capitalize()} brought the first {what}"
-    text = f"{brought}: {first['phase']} of {first['layer']}, step {step}{before}{channels}"
+    subject = f"{who.capitalize()} brought the first {what}"
+    text = f"{subject}: {first['phase']} of {first['layer']}, step {step}{before}{channels}"
     advice = f"Stop, and go back to a checkpoint before step {step}. Check the batch of {who} in that step, "
     advice += (
         f"and {'what enters' if first['phase'] == FORWARD else 'the loss and the gradients after'} {first['layer']}."

@@ -31,12 +31,12 @@ TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 # Values per tile; number of programs that fill a large GPU; maximum number of programs in a launch. One program adds at
 # most MAX_STEPS tiles in float32, or more where a launch would otherwise exceed MAX_PROGRAMS.
-TILE, PROGRAMS, MAX_STEPS, MAX_PROGRAMS = 4096, 1056, 64, 65535
+TILE, PROGRAMS, MAX_PROGRAMS, MAX_STEPS = 4096, 1056, 65535, 64
 
 # Channels per program of kernels over vectors, and partial sums that they add at a time.
 BLOCK, SPLITS_AT_ONCE = 128, 16
 
-# Addresses and numbers divisible by this have separate variants.
+# Triton compiles separate variants of a kernel for addresses and numbers divisible by this.
 ALIGNMENT = 16
 
 _WORD = torch.float64
@@ -85,10 +85,10 @@ def fits(x: Tensor) -> bool:
 
 
 def _launch(tiling: Tiling, variant: tuple[Any, ...], grid: tuple[int, int, int], warps: int, *arguments: Any) -> None:
-    """Launch a kernel; `variant`, its name and all that selects the compiled variant, is the key of the cache."""
+    """Launch a kernel; `variant`, the kernel's name and all that affects its compilation, is the key of the cache."""
     # `kernel[grid](...)` takes 80 µs of host time to find the compiled variant; the launch itself takes 10 µs. So the
-    # variant is looked up once, and cached. Variants differ by types, None, numbers that are 1 or divisible by 16, and
-    # addresses divisible by 16. Numbers follow from the input's shape, so each shape has its own cache.
+    # variant is looked up once, and cached. Variants differ by the arguments' types, by numbers that are 1 or divisible
+    # by 16, and by addresses divisible by 16. Numbers follow from the input's shape, so each shape has its own cache.
     compiled = tiling.compiled.get(variant)
     if compiled is None:
         from client.ops.triton import kernels  # noqa: PLC0415 - needs Triton
@@ -133,7 +133,7 @@ class Pass:
 
     @property
     def statistics(self) -> Tensor:
-        """Mean, invstd and slope of a forward pass, shape (3, C)."""
+        """Mean, invstd and slope of a forward pass as in `ChannelStatistics`, shape (3, C)."""
         return self.work[1 : 1 + 3 * self.tiling.shape[1]].view(3, -1)
 
     def release_rows(self) -> None:
@@ -260,7 +260,7 @@ class TritonExchange(PlainExchange):
     first: Pass = field(init=False)  # the forward pass
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Launch the kernels; the host does not wait for them."""
+        """Launch the kernels; the host waits for them only if a non-finite round raises."""
         x = dense(x)
         with on_device_of(x):
             if self.key is None:
@@ -290,7 +290,7 @@ class TritonExchange(PlainExchange):
         return None
 
     def _submit(self, of: Pass, key: RoundKey, too_few: TooFewValues | None = None, *, wait: bool = False) -> None:
-        # `report` must not hold `self`: until it runs the call would outlive its graph, and checkpoints could match it.
+        # If `report` held `self`, the call would outlive its graph until `report` runs, and checkpoints could match it.
         transport, row, rows, blocks = self.transport, of.row, of.rows, of.blocks
 
         def report(flags: Flags) -> None:
