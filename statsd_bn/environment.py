@@ -41,7 +41,7 @@ def boolean(environ: Mapping[str, str], name: str) -> bool:
 
 
 def log_level(environ: Mapping[str, str], name: str, default: str) -> str:
-    """Returns the log level in a variable, in any case, or the default if it is unset or empty."""
+    """Returns the log level in a variable, in upper or lower case, or the default if it is unset or empty."""
     text = environ.get(name, "").strip().lower() or default
     if text not in LOG_LEVELS:
         raise ConfigurationError(f"{name}: expected one of {LOG_LEVELS}, got {text!r:.80}")

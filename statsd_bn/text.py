@@ -112,7 +112,7 @@ def wrap(text: str, width: int = FIRST_LINE) -> str:
     if len(text.partition("\n")[0]) <= width:
         return text
     first, *others = unwrap(text).split("\n")  # the text may contain another error's wrapped text
-    # Only text without spaces is cut inside a word, so that paths can be copied.
+    # A word is cut only if no space precedes it in the line, so that most paths can be copied.
     end = max(_cut(first, end, width) for end in _ENDS) or _cut(first, " ", width)
     cut = end or first.rfind(" ", 1, width) + 1 or width
     return "\n".join((first[:cut].rstrip(), f"{CONTINUED}{first[cut:].lstrip()}", *others))
@@ -136,11 +136,11 @@ class Row(NamedTuple):
 
 
 class TableSection(NamedTuple):
-    """Ranks that wait at the same point."""
+    """Ranks with something in common, such as the point at which they wait."""
 
     rows: Sequence[Row]  # rows of the first ranks, at most `MAX_ROWS`
     size: int  # number of all ranks
-    name: str  # where they wait, to follow "3 more ranks"
+    name: str  # what they have in common, to follow "3 more ranks"
 
 
 def error_text(

@@ -2,8 +2,8 @@
 
     torch/nn/parallel/distributed.py:2425 _sync_buffers, called from train.py:57 main
 
-The line names the collective or else the innermost frame outside of this package, and the innermost frame of the user's
-code, each by file, line and function: never a value or source code.
+The line names the collective, or else the innermost frame, then the innermost frame of the user's code; in a call of
+this package only the latter. Each has file, line and function: never a value or source code.
 """
 
 import sys

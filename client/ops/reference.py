@@ -146,7 +146,7 @@ class Fused:
     def input_gradient(
         self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
     ) -> Tensor:
-        """Add the rounding error of the mean to the mean of the gradient."""
+        """Correct for the rounding error of the input's mean in the gradient's mean."""
         grad, x = same_layout(grad, x)
         invstd, wide = statistics.invstd, compute_type(x)
         center, rest = rounded(statistics, wide)

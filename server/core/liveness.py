@@ -14,7 +14,7 @@ from server.group.recovery import RECONNECT_SECONDS
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A registered session; an address is b"" before the first message from there, and once disconnected."""
+    """A registered session; the address of a socket is b"" before its first message, and after its disconnection."""
 
     master: SyncMaster  # its group
     contributor: Contributor  # its member there
@@ -66,7 +66,7 @@ class Sessions(dict[bytes, Session]):
 
     def lost(self, now: float, *, was_delayed: bool) -> list[tuple[bytes, str]]:
         """Lost sessions and the causes, in the order in which they fell silent; call it at each tick."""
-        if was_delayed:  # messages of that time may still be in flight, so the silence is measured from now
+        if was_delayed:  # messages that arrived during the delay may be unread, so the silence is measured from now
             self._measured_from = now
         lost = [(token, session, cause) for token, session in self.items() if (cause := self._loss_cause(now, session))]
         # Connected sessions come first, because they are lost only after a longer silence. The others are sorted by

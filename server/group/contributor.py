@@ -113,7 +113,7 @@ def group_of(answer: StackReport) -> int:
 
 def _position(answer: StackReport) -> tuple[object, ...]:
     # The operation count is part of a position in a collective, because a loop returns to the same line. A member that
-    # waits in a round may report a count, too.
+    # waits in a round may report the count of another member's process group.
     operation = (answer.torch_group, answer.launched) if answer.in_collective else ()
     return (answer.stack, answer.in_collective, *operation)
 

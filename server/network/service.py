@@ -100,7 +100,7 @@ class Service:
         self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota)
         self._connections = ConnectionManager(self._listener, self._dispatcher)
         self._members = self._connections.members
-        # Attach the reset filter before the first connection is accepted.
+        # The events of listening attach the filter for TCP resets, before the first connection is accepted.
         self._connections.read_monitor()
         self._listener.open()
 

@@ -149,7 +149,7 @@ class FigureReader:
                 if left <= 0 or time.monotonic() > ends:
                     return
                 answer = decode(ask(FiguresRequest(job, group, len(figures.names))))
-                if not isinstance(answer, Figures):  # refused, as the other groups would be
+                if not isinstance(answer, Figures):  # over the tenant's rate limit, which would refuse other groups too
                     return
                 is_complete = figures.add(answer)
                 left -= answer.values.nbytes

@@ -1,4 +1,4 @@
-"""A small training that each framework runs in two processes, and `test_frameworks.py` in one on the whole batch."""
+"""A small training: each framework runs it in two processes, `test_frameworks.py` in one process on the whole batch."""
 
 from collections.abc import Callable
 from pathlib import Path

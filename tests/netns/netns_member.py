@@ -1,4 +1,4 @@
-"""A member on its own host: trains, prints a line per step, and at the end digest or error, and time, as JSON."""
+"""A member on its own host: trains and prints a line per step; the last line is JSON with digest or error, and time."""
 
 import json
 import sys

@@ -143,7 +143,7 @@ class Pass:
     def write_row(self, dy: Tensor | None, x: Tensor, digest: int) -> tuple[Tensor, Tensor]:
         """Compute the row; if several programs add the splits of a channel, a second kernel adds their sums.
 
-        Returns the row, and the output for the rows of all ranks.
+        Returns the row, and the buffer for the rows of all ranks.
         """
         tiling, self.digest = self.tiling, digest
         count, is_whole, forward = float(self.count), tiling.splits == 1, None if dy is None else self._forward
@@ -260,7 +260,7 @@ class TritonExchange(PlainExchange):
     first: Pass = field(init=False)  # the forward pass
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Launch the kernels; the host waits for them only if a non-finite round raises."""
+        """Launch the kernels; the host waits for them only if `on_nonfinite` is "raise"."""
         x = dense(x)
         with on_device_of(x):
             if self.key is None:
@@ -290,7 +290,7 @@ class TritonExchange(PlainExchange):
         return None
 
     def _submit(self, of: Pass, key: RoundKey, too_few: TooFewValues | None = None, *, wait: bool = False) -> None:
-        # If `report` held `self`, the call would outlive its graph until `report` runs, and checkpoints could match it.
+        # If `report` held `self`, the call would outlive its graph; a checkpoint's second run could use its results.
         transport, row, rows, blocks = self.transport, of.row, of.rows, of.blocks
 
         def report(flags: Flags) -> None:

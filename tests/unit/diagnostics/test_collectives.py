@@ -241,7 +241,7 @@ def test_a_thousand_samples_keep_nothing():
     assert set(vars(sampler)) == set(vars(ThreadSampler(reports_stacks=True, rank=0)))
 
 
-# Waits for collectives that run on a device, as NCCL's: the host waits elsewhere.
+# Tests of collectives on a device, as NCCL's, for which the host waits in another call.
 
 
 @pytest.fixture

@@ -259,7 +259,7 @@ def test_a_finding_keeps_its_numbers_where_the_figures_of_its_layer_overflow(nam
     assert found["findings"] == [skew(1)]
 
 
-def test_a_verdict_has_the_time_of_its_step_for_longer_than_the_history():
+def test_a_verdict_keeps_the_time_of_its_step_beyond_the_history():
     watcher, of = SnapshotBuilder("x"), {"findings": [skew(1, since=70)]}
     for second in range(0, 100, 4):
         shown_at(watcher, float(second), group(member(0, step=10 * second), member(1)))
