@@ -25,17 +25,17 @@ def claimed_routing_ids(plan: Plan) -> Outcome:
         wait_until(lambda: server.state["Health"]["Status"] == "healthy", COME_SECONDS, "a server that is healthy")
         started = server.state["StartedAt"]
         key = "/keys/replica.key_secret"
-        said = stack.visit(SERVER_IMAGE, "-c", attacker("claimed_ids"), "tcp://server:5555", key, with_key=True).strip()
+        text = stack.visit(SERVER_IMAGE, "-c", attacker("claimed_ids"), "tcp://server:5555", key, with_key=True).strip()
         same = server.state["StartedAt"] == started
     life = "the same server" if same else "another server"
-    return Outcome(f"{ALL_ANSWERED}, the same server", f"{said}, {life}", same and said.startswith(ALL_ANSWERED))
+    return Outcome(f"{ALL_ANSWERED}, the same server", f"{text}, {life}", same and text.startswith(ALL_ANSWERED))
 
 
 def nested_bytes(_: Plan) -> Outcome:
     """A member sends deeply nested bytes in a gather; the receiver raises ProtocolError instead of crashing."""
     alone = ["run", "--rm", "--network", "none", "--entrypoint", "python", REPLICA_IMAGE]
-    said = docker(*alone, "-c", attacker("nested_bytes"), seconds=COME_SECONDS).strip()
-    last = said.splitlines()[-1] if said else "nothing"
+    text = docker(*alone, "-c", attacker("nested_bytes"), seconds=COME_SECONDS).strip()
+    last = text.splitlines()[-1] if text else "nothing"
     return Outcome(REFUSED_BY_READER, last, last == REFUSED_BY_READER)
 
 

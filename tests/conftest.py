@@ -293,9 +293,9 @@ def over(
         if transport == ON_DEVICE:
             return ranks(n, program, *arguments, on_devices=True)
         if transport in {WATCHED, CHOSEN}:
-            asked = {"job": f"{job} over {transport} {next(runs)}", "world_size": n, **given}
-            asked["transport"] = AUTO if transport == CHOSEN else OVER_PROCESS_GROUP
-            watched = partial(_watched, program, server.endpoint, asked)
+            options = {"job": f"{job} over {transport} {next(runs)}", "world_size": n, **given}
+            options["transport"] = AUTO if transport == CHOSEN else OVER_PROCESS_GROUP
+            watched = partial(_watched, program, server.endpoint, options)
             return ranks(n, watched, *arguments, on_devices=transport == CHOSEN)
         return members(n, program, *arguments, job=f"{job} over {transport} {next(runs)}", transport=transport, **given)
 

@@ -176,7 +176,7 @@ class Workers:
 
 
 def _check_alive(server: Attacked) -> None:
-    assert not server.ending, f"the server was ended by {server.ending}\n{server.said()[-2000:]}"
+    assert not server.ending, f"the server was ended by {server.ending}\n{server.log_text()[-2000:]}"
 
 
 def _new_pool() -> ProcessPoolExecutor:
@@ -205,8 +205,8 @@ def honest_job_beside(
     grown = server.highest() - server.settled
     if grown > server.account + BESIDE_ACCOUNT_BYTES:
         faults.append(f"the server's memory grew by {grown / 2**20:.0f} MiB")
-    if "Traceback" in server.said():
-        faults.append(server.said()[-2000:])
+    if "Traceback" in server.log_text():
+        faults.append(server.log_text()[-2000:])
     assert not faults, "\n".join(faults)
     skip_if_busy(others)
 

@@ -132,11 +132,11 @@ class Wire:
 
     def begin(self, first: bytes) -> bool:
         """Sends the handshake, and waits for the server's: ZeroMQ refuses earlier frames. Returns whether it came."""
-        came = b""
+        data = b""
         self.send(first)
-        while len(came) <= len(greeting()) and (part := self.receive(1.0)):
-            came += part
-        return len(came) > len(greeting())
+        while len(data) <= len(greeting()) and (part := self.receive(1.0)):
+            data += part
+        return len(data) > len(greeting())
 
     def receive(self, seconds: float = 0.2) -> bytes:
         self.socket.settimeout(seconds)

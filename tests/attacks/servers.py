@@ -68,7 +68,7 @@ class Attacked:
     def report(self, tenant: str = "alice", seconds: float = 10.0) -> dict[str, Any]:
         return ask(self.endpoint, seconds, self.keys_of(tenant))
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
 

@@ -46,16 +46,16 @@ class Fuzzed(AssertionError):
 @dataclass
 class Tally:
     frames: int = 0  # sent, some of them lost with their connections
-    looked_at: int = 0  # decoded by the server, the honest job's included
+    decoded: int = 0  # decoded by the server, the honest job's included
     lives: int = 0  # connections
-    answered: int = 0  # bytes received
+    answer_bytes: int = 0  # bytes received
     rounds: int = 0  # of the honest job
     seconds: float = 0.0
 
     def __str__(self) -> str:
         return (
             f"{self.frames} frames over {self.lives} connections in {self.seconds:.0f} s; the server looked at "
-            f"{self.looked_at} ({self.looked_at / max(self.seconds, 1e-9):.0f} in a second); {self.answered} bytes "
+            f"{self.decoded} ({self.decoded / max(self.seconds, 1e-9):.0f} in a second); {self.answer_bytes} bytes "
             f"came back, and the honest job had {self.rounds} rounds"
         )
 
@@ -70,19 +70,19 @@ class Fuzz:
         self._chance = random.Random(self.seed)
         self._marks: set[bytes] = set()
 
-    def looks(self, frames: int) -> Iterator[None]:
+    def until_decoded(self, frames: int) -> Iterator[None]:
         last = time.monotonic() + 60 + SECONDS_FOR_EACH_MILLION * frames / 1e6
-        while self._look() < frames:
+        while self._count_decoded() < frames:
             if time.monotonic() > last:
                 raise Fuzzed(f"the server reads no more frames: {self.tally}")
             yield
 
-    def _look(self) -> int:
+    def _count_decoded(self) -> int:
         if self.server.ending:
-            raise Fuzzed(f"the server was ended by {self.server.ending}\n{self.server.said()[-2000:]}")
+            raise Fuzzed(f"the server was ended by {self.server.ending}\n{self.server.log_text()[-2000:]}")
         report = self._report()
-        self.tally.looked_at = int(report["received"])
-        return self.tally.looked_at
+        self.tally.decoded = int(report["received"])
+        return self.tally.decoded
 
     def _report(self) -> dict[str, Any]:
         # A request may fail: its connection may get a local port that an old connection still holds.
@@ -111,7 +111,7 @@ def play(fuzz: Fuzz, frames: int) -> None:
     pool = [random_frames(chance, BURST) for _ in range(BURSTS)]
     with Peers(fuzz.server) as peers:
         parts = _parts(fuzz, peers, pool, chance)
-        for _ in fuzz.looks(frames):
+        for _ in fuzz.until_decoded(frames):
             next(parts)
 
 
@@ -126,20 +126,20 @@ def _lives(fuzz: Fuzz, peers: Peers, pool: list[list[bytes]], chance: random.Ran
         # The server may close a connection with a key that claims a routing id.
         name = b"".join(identities(chance, fuzz.tally.lives)[:1]) if chance.random() < CLAIMS else b""
         there[peers.open(name).socket] = fuzz.mark()
-    said = [chance.choice(pool) for _ in there]
+    bursts = [chance.choice(pool) for _ in there]
     fuzz.tally.lives += len(there)
     for start in range(0, BURST, BETWEEN_FENCES):
-        for (plain, mark), frames in zip(there.items(), said, strict=True):
+        for (plain, mark), frames in zip(there.items(), bursts, strict=True):
             part = [frame.replace(NO_MARK, mark) for frame in frames[start : start + BETWEEN_FENCES]]
-            fuzz.tally.frames += _say(plain, [*part, FENCE])
-        _hear(fuzz, there)
+            fuzz.tally.frames += _send(plain, [*part, FENCE])
+        _receive_answers(fuzz, there)
         yield
     for peer in peers.all:
         peer.close()
     peers.all.clear()
 
 
-def _say(plain: "zmq.Socket[bytes]", frames: list[bytes]) -> int:
+def _send(plain: "zmq.Socket[bytes]", frames: list[bytes]) -> int:
     """Sends frames; returns the number sent, since a closed connection may have no room."""
     for number, frame in enumerate(frames):
         try:
@@ -149,7 +149,7 @@ def _say(plain: "zmq.Socket[bytes]", frames: list[bytes]) -> int:
     return len(frames)
 
 
-def _hear(fuzz: Fuzz, there: dict["zmq.Socket[bytes]", bytes]) -> None:
+def _receive_answers(fuzz: Fuzz, there: dict["zmq.Socket[bytes]", bytes]) -> None:
     """Reads answers until each connection has its fence's answer, or none arrived for `SILENT_SECONDS`."""
     poller = zmq.Poller()
     for plain in there:
@@ -158,7 +158,7 @@ def _hear(fuzz: Fuzz, there: dict["zmq.Socket[bytes]", bytes]) -> None:
     while behind and (events := poller.poll(1000 * SILENT_SECONDS)):
         for plain, _ in events:
             data = b"".join(plain.recv_multipart())
-            fuzz.tally.answered += len(data)
+            fuzz.tally.answer_bytes += len(data)
             fuzz.check(there[plain], data)
             if FENCE_ANSWER in data:
                 behind.discard(plain)
@@ -191,8 +191,8 @@ def fuzz_socket(frames: int, seed: int, workers: Workers) -> Tally:
             with honest_bits(workers, server, fuzz.tally):
                 play(fuzz, frames)
             fuzz.tally.seconds = time.monotonic() - began
-            if server.ending or "Traceback" in server.said() or "Assertion" in server.said():
-                raise Fuzzed(f"{server.ending}\n{server.said()[-4000:]}")
+            if server.ending or "Traceback" in server.log_text() or "Assertion" in server.log_text():
+                raise Fuzzed(f"{server.ending}\n{server.log_text()[-4000:]}")
     return fuzz.tally
 
 

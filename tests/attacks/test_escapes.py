@@ -19,7 +19,7 @@ def forged(message: messages.Message) -> bytes:
     return encode(message).replace(PLACEHOLDER.encode(), ESCAPES.encode())
 
 
-def said_of(message: object) -> str:
+def text_of(message: object) -> str:
     return f"{message.message} {message.fields}" if isinstance(message, messages.Failure) else ""
 
 
@@ -44,5 +44,5 @@ def test_text_of_a_stranger_reaches_others_escaped(server, where):
         received = [duplicate]
         while (message := honest.receive(0.5)) is not None:
             received.append(message)
-    assert not raw("".join(map(said_of, received)))
-    assert not raw(server.said())
+    assert not raw("".join(map(text_of, received)))
+    assert not raw(server.log_text())

@@ -71,14 +71,14 @@ def gather_with_victim(server: Attacked, job: str, structure: bytes) -> tuple[in
             with Connection(ZmqChannelPool(server.endpoint, server.keys_of("alice")), who) as hostile:
                 data = struct.pack("<I", len(structure)) + structure + parts(serialization.pack([]))[1]
                 outcome(lambda: hostile.all_gather("mp_sync()", data))
-            said, _ = victim.communicate(timeout=60)
+            output, _ = victim.communicate(timeout=60)
         finally:
             victim.kill()
-    return victim.returncode, said
+    return victim.returncode, output
 
 
 @pytest.mark.parametrize("structure", first_is_quick(STRUCTURES))
 def test_gathered_data_of_a_member_ends_no_other_member(server, structure):
-    code, said = gather_with_victim(server, job_of("alice"), structure)
+    code, output = gather_with_victim(server, job_of("alice"), structure)
     assert code == 0
-    assert said.startswith("ProtocolError")
+    assert output.startswith("ProtocolError")

@@ -58,7 +58,7 @@ def test_the_store_has_no_secret_key():
                 time.sleep(0.05)
         finally:
             end(rank_0)
-            said = rank_0.stdout.read()
+            output = rank_0.stdout.read()
     # Rank 0 announces its server in the store, or prints why it has none.
-    assert entries or b"Error" in said, said
+    assert entries or b"Error" in output, output
     assert not [one for one in entries if any(word in one for word in WORDS)]

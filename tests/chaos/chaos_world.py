@@ -124,8 +124,8 @@ class Members:
     def __enter__(self) -> Self:
         try:
             for member in self.all:
-                said = self._receive(member)
-                require(said == READY, f"member {member} could not connect: {said}")
+                message = self._receive(member)
+                require(message == READY, f"member {member} could not connect: {message}")
         except BaseException:
             self._kill()
             raise
@@ -163,9 +163,9 @@ class Members:
         os.kill(self._members[member].process.pid, number)
 
     def report(self, member: int) -> Report:
-        said = self._receive(member)
-        require(isinstance(said, Report), f"member {member} said {said}")
-        return said
+        message = self._receive(member)
+        require(isinstance(message, Report), f"member {member} said {message}")
+        return message
 
     def let_go(self, *members: int) -> None:
         for member in members:

@@ -50,11 +50,11 @@ def kill_ranks(kills: int, *, with_keys: bool, chance: random.Random) -> Counter
                 beside = workers.begin(server, folder)
                 while killed.total() < kills:
                     _kill_jobs(server, TRANSPORTS[killed.total() // (JOBS * RANKS) % len(TRANSPORTS)], chance, killed)
-                    require(not server.ending, f"the server ended after {killed}: {server.ending}\n{server.said()}")
+                    require(not server.ending, f"the server ended after {killed}: {server.ending}\n{server.log_text()}")
                 played = beside.end()
                 wrong = [one.problem or f"{one.wrong} wrong aggregates" for one in played if one.problem or one.wrong]
                 require(not wrong, f"the honest job was disturbed: {'; '.join(wrong)}")
-                require("Traceback" not in server.said(), server.said())
+                require("Traceback" not in server.log_text(), server.log_text())
                 _wait_until_all_are_lost(server)
     finally:
         workers.close()
@@ -70,15 +70,15 @@ def _wait_until_all_are_lost(server: Attacked) -> None:
 
 def _kill_jobs(server: Attacked, transport: str, chance: random.Random, killed: Counter[str]) -> None:
     """Starts jobs, and kills their ranks in any order while they connect or have rounds."""
-    begun = [STARTER.RawValue("q", 0) for _ in range(JOBS * RANKS)]
+    flags = [STARTER.RawValue("q", 0) for _ in range(JOBS * RANKS)]
     processes = [
-        _start_job(server, job_of("bob"), transport, begun[first : first + RANKS])
-        for first in range(0, len(begun), RANKS)
+        _start_job(server, job_of("bob"), transport, flags[first : first + RANKS])
+        for first in range(0, len(flags), RANKS)
     ]
     ranks = [process for job in processes for process in job]
     try:
         if chance.randrange(WHILE_CONNECTING):
-            _wait_for_rounds(begun, ranks)
+            _wait_for_rounds(flags, ranks)
             time.sleep(chance.uniform(0, ROUNDS_SECONDS))
         else:
             time.sleep(chance.uniform(0, CONNECT_SECONDS))
@@ -94,24 +94,24 @@ def _kill_jobs(server: Attacked, transport: str, chance: random.Random, killed: 
             process.close()
 
 
-def _start_job(server: Attacked, job: str, transport: str, begun: list[Any]) -> list[Any]:
-    """Starts the ranks of a job, each of which sets its number in `begun` to 1 after its first round."""
+def _start_job(server: Attacked, job: str, transport: str, flags: list[Any]) -> list[Any]:
+    """Starts the ranks of a job, each of which sets its number in `flags` to 1 after its first round."""
     secret = server.secret_of("bob")
     given = server.endpoint, str(secret) if secret else None, job
     processes = [
         STARTER.Process(
             target=soak_programs.rounds_without_end, args=(*given, rank, RANKS, transport, one), daemon=True
         )
-        for rank, one in enumerate(begun)
+        for rank, one in enumerate(flags)
     ]
     for process in processes:
         process.start()
     return processes
 
 
-def _wait_for_rounds(begun: list[Any], ranks: list[Any]) -> None:
+def _wait_for_rounds(flags: list[Any], ranks: list[Any]) -> None:
     expiry = time.monotonic() + START_SECONDS
-    while not all(one.value for one in begun):
+    while not all(one.value for one in flags):
         require(time.monotonic() < expiry, "the ranks did not begin")
         require(all(process.is_alive() for process in ranks), "a rank ended before it was killed")
         time.sleep(0.01)

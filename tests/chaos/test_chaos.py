@@ -171,10 +171,10 @@ def test_the_script_shows_what_it_measured(capsys, monkeypatch):
 def test_the_script_continues_after_a_finding_and_fails_at_the_end(capsys, monkeypatch):
     monkeypatch.setattr(chaos_scenarios, "SCENARIOS", [bad, good])
     assert chaos.main(["--rounds", "1"]) == 1
-    shown = capsys.readouterr()
-    assert "something is wrong" in shown.err
-    assert shown.out.splitlines()[-2].split() == ["bad", "1", "0", "-", "-", "-", "1"]
-    assert shown.out.splitlines()[-1].split()[-5:] == ["3.00", "1", "of", "1", "0"]
+    output = capsys.readouterr()
+    assert "something is wrong" in output.err
+    assert output.out.splitlines()[-2].split() == ["bad", "1", "0", "-", "-", "-", "1"]
+    assert output.out.splitlines()[-1].split()[-5:] == ["3.00", "1", "of", "1", "0"]
 
 
 def test_the_script_finds_a_process_that_is_left_behind(capsys, monkeypatch):

@@ -22,7 +22,7 @@ class Echo:
     def __init__(self):
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.heard = b""
+        self.received = b""
         self.ends = []
         self.ended = threading.Semaphore(0)
         self.connections = []
@@ -41,7 +41,7 @@ class Echo:
         with connection:
             try:
                 while chunk := connection.recv(65536):
-                    self.heard += chunk
+                    self.received += chunk
                     connection.sendall(chunk)
                 self.ends.append(FIN)
             except OSError:
@@ -121,11 +121,11 @@ def test_a_stall_holds_back_one_direction_and_loses_nothing(proxy, connect, echo
     proxy.stall(STALL_SECONDS, direction)
     connection.sendall(b"after")
     if direction != UP:
-        wait_until(lambda: echo.heard == b"beforeafter")
+        wait_until(lambda: echo.received == b"beforeafter")
     connection.settimeout(0.2)
     with pytest.raises(TimeoutError):
         connection.recv(1)
-    assert echo.heard == (b"before" if direction == UP else b"beforeafter")
+    assert echo.received == (b"before" if direction == UP else b"beforeafter")
     connection.settimeout(SECONDS)
     assert receive(connection, 5) == b"after"
     assert time.monotonic() - started >= STALL_SECONDS
@@ -138,8 +138,8 @@ def test_a_halved_chunk_arrives_in_part_and_its_connection_ends(proxy, connect, 
     connection.sendall(b"0123456789")
     assert end_of(connection) == end
     assert echo.ended.acquire(timeout=SECONDS)
-    assert b"0123456789".startswith(echo.heard)
-    assert 0 < len(echo.heard) < 10
+    assert b"0123456789".startswith(echo.received)
+    assert 0 < len(echo.received) < 10
     assert proxy.halved == 1
     again = connect()
     again.sendall(b"whole")
@@ -150,7 +150,7 @@ def test_an_answer_is_halved_too(proxy, connect, echo):
     connection = connect()
     proxy.halve(DOWN, FIN)
     connection.sendall(b"0123456789")
-    came = receive(connection, 10)
-    assert echo.heard == b"0123456789"
-    assert 0 < len(came) < 10
-    assert echo.heard.startswith(came)
+    part = receive(connection, 10)
+    assert echo.received == b"0123456789"
+    assert 0 < len(part) < 10
+    assert echo.received.startswith(part)

@@ -50,9 +50,9 @@ def names(requirements: list[str]) -> set[str]:
 
 @pytest.mark.parametrize("name", KNOWN_BAD)
 def test_no_release_that_is_known_to_be_bad_is_admitted(name):
-    asked = [one for one in admitted() if one.name == name]
-    assert asked
-    for requirement in asked:
+    matches = [one for one in admitted() if one.name == name]
+    assert matches
+    for requirement in matches:
         for version, advisory in KNOWN_BAD[name].items():
             assert version not in requirement.specifier, f"{requirement} admits {version}: {advisory}"
 

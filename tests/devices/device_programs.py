@@ -60,7 +60,7 @@ STEPS: dict[str, Step] = {
 }
 
 
-def step_without_a_look(rank: Any, how: str) -> int:
+def step_without_a_host_read(rank: Any, how: str) -> int:
     """Returns the number of updates of the running statistics; after the first step the host may read no value."""
     layer = _layer("bn", momentum=None)
     for number in range(3):
@@ -71,7 +71,7 @@ def step_without_a_look(rank: Any, how: str) -> int:
     return int(layer.num_batches_tracked)
 
 
-def look(_rank: Any, way: str) -> str:
+def read_statistic(_rank: Any, way: str) -> str:
     """Read a statistic on the host; returns the error."""
     of = ChannelStatistics.of
 
@@ -104,15 +104,15 @@ def behind() -> Iterator[Callable[[], None]]:
 
 
 def part_ways(rank: Any) -> tuple[bool, bool, str]:
-    """In the third call of a step rank 1 calls another layer than the others; returns `_call_and_look`'s result."""
+    """In the third call of a step rank 1 calls another layer than the others; returns `_call_and_compare`'s result."""
     layers = [_layer("stem.bn"), _layer("head.bn")]
     x = torch.randn(4, CHANNELS, 4, requires_grad=True)
     for layer in layers:
         layer(x)
-    return _call_and_look(layers[rank.rank == 1], x)
+    return _call_and_compare(layers[rank.rank == 1], x)
 
 
-def _call_and_look(layer: Any, x: torch.Tensor, *mask: torch.Tensor) -> tuple[bool, bool, str]:
+def _call_and_compare(layer: Any, x: torch.Tensor, *mask: torch.Tensor) -> tuple[bool, bool, str]:
     """Whether the output is NaN, whether the running statistics were unchanged, and the error."""
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     with behind() as catch_up:
@@ -129,10 +129,10 @@ def begin_in_different_layers(rank: Any) -> str:
 
 
 def have_too_few(rank: Any) -> tuple[bool, bool, str]:
-    """The masks leave one value per channel over all ranks; returns `_call_and_look`'s result."""
+    """The masks leave one value per channel over all ranks; returns `_call_and_compare`'s result."""
     mask = torch.zeros(2, 2, dtype=torch.bool)
     mask[0, 0] = rank.rank == 0
-    return _call_and_look(_layer("bn"), torch.randn(2, CHANNELS, 2), mask)
+    return _call_and_compare(_layer("bn"), torch.randn(2, CHANNELS, 2), mask)
 
 
 def bring_nan(rank: Any, phase: str) -> tuple[int, list[tuple[str, str]]]:

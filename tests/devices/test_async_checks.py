@@ -23,13 +23,13 @@ def test_waiting_for_a_device_does_not_block_other_threads(monkeypatch):
 
     def refuse():
         with pytest.raises(ValueError, match="said"):
-            checks.submit(torch.tensor([True]), say, wait=True)
+            checks.submit(torch.tensor([True]), fail, wait=True)
         outcomes.append("at once")
 
     first = threading.Thread(target=refuse)
     first.start()
     assert waits.wait(60)
-    second = threading.Thread(target=checks.submit, args=(torch.tensor([False]), say))
+    second = threading.Thread(target=checks.submit, args=(torch.tensor([False]), fail))
     second.start()
     second.join(10)
     is_held_up = second.is_alive()
@@ -40,7 +40,7 @@ def test_waiting_for_a_device_does_not_block_other_threads(monkeypatch):
     assert outcomes == ["at once"]
 
 
-def say(_):
+def fail(_):
     raise ValueError("said")
 
 
@@ -78,17 +78,17 @@ def test_only_a_capture_on_the_device_of_the_flags_counts(monkeypatch, capturing
         def __len__(self):
             return 1
 
-    AsyncChecks().submit(Flags(), say)
+    AsyncChecks().submit(Flags(), fail)
     assert bool(filled) is is_taken
 
 
 @pytest.mark.parametrize(("captured", "is_seen"), [(0, True), (1, False)])
 def test_flags_are_not_read_during_a_capture_of_the_working_device(capturing, captured, is_seen):
     checks = AsyncChecks()
-    checks.submit(torch.tensor([False]), say)
+    checks.submit(torch.tensor([False]), fail)
     slot = Slot(1, torch.device("cpu"), torch.bool)
     slot.fill(torch.tensor([True]))
-    checks._open.append((slot, (1, SECOND, torch.bool), say))
+    checks._open.append((slot, (1, SECOND, torch.bool), fail))
     capturing.add(captured)
     with pytest.raises(ValueError, match="said") if is_seen else nullcontext():
         checks.poll(SECOND)

@@ -12,12 +12,12 @@ from support.no_host import WAYS
 
 @pytest.mark.parametrize("how", device_programs.STEPS)
 def test_no_step_has_the_host_look_at_a_tensor(ranks, how):
-    assert ranks(3, device_programs.step_without_a_look, how, on_devices=True) == [3] * 3
+    assert ranks(3, device_programs.step_without_a_host_read, how, on_devices=True) == [3] * 3
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_host_synchronisation_would_be_detected(ranks, way):
-    assert ranks(2, device_programs.look, way, on_devices=True) == ["seen"] * 2
+    assert ranks(2, device_programs.read_statistic, way, on_devices=True) == ["seen"] * 2
 
 
 def test_ranks_in_different_layers_get_nan_and_then_the_error(ranks):

@@ -168,8 +168,8 @@ def _exit_codes() -> Iterator[tuple[str, str]]:
 
 
 def _arguments() -> Iterator[tuple[str, str]]:
-    said = re.search(r"^Args:\n(.*?)\n\n", inspect.getdoc(client.connect), re.MULTILINE | re.DOTALL)[1]
-    texts = dict(re.findall(r"^    (\w+): (.*?)(?=^    \w+: |\Z)", said, re.MULTILINE | re.DOTALL))
+    arguments = re.search(r"^Args:\n(.*?)\n\n", inspect.getdoc(client.connect), re.MULTILINE | re.DOTALL)[1]
+    texts = dict(re.findall(r"^    (\w+): (.*?)(?=^    \w+: |\Z)", arguments, re.MULTILINE | re.DOTALL))
     for name, parameter in inspect.signature(client.connect).parameters.items():
         default = "" if parameter.default is None else f" (default `{parameter.default!r}`)"
         yield f"`{name}`{default}", " ".join(texts[name].split())

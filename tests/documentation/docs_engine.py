@@ -78,7 +78,7 @@ class Engine:
     def _up(self, command: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
         """Waits until every replica has trained and exited with 0, and then presses Ctrl-C, as a person would."""
         number = int(environ.get("REPLICAS", "4"))
-        begun = datetime.now(UTC).isoformat()
+        start_time = datetime.now(UTC).isoformat()
         process = subprocess.Popen(command, cwd=folder, env=environ, stdin=subprocess.DEVNULL)
 
         def ended() -> list[int]:
@@ -86,7 +86,7 @@ class Engine:
             for container in self._stack.containers("replica"):
                 with suppress(self._scripts.EngineError):  # a container of the previous run may be in removal
                     found.append(container.state)
-            return [one["ExitCode"] for one in found if one["StartedAt"] > begun and not one["Running"]]
+            return [one["ExitCode"] for one in found if one["StartedAt"] > start_time and not one["Running"]]
 
         try:
             self._scripts.wait_until(

@@ -179,13 +179,13 @@ class Shell:
         free = [re.sub(r":\d+$", ":*", word) for word in words]
         process = self._started.enter_context(self._start([sys.executable, "-m", "server", *free], environ))
         self._started.callback(process.kill)  # does nothing if the process has ended
-        said = []
+        output = []
         for line in process.stdout:
-            said.append(line)
+            output.append(line)
             if line.startswith("listening on "):
                 break
         else:
-            raise AssertionError(f"{shlex.join(words)} starts no server:\n{''.join(said)}")
+            raise AssertionError(f"{shlex.join(words)} starts no server:\n{''.join(output)}")
         self._started.callback(_end, process)
         self._endpoint = line.split()[-1]
         self._bind_environ = {}

@@ -79,11 +79,11 @@ def test_the_code_that_talks_to_the_server_imports_no_torch():
 
 def test_no_text_contains_is_none_or_are_none():
     """Readers take "the group is none" for `group is None`, and None is a valid value of a group."""
-    said = re.compile("(is|are) none")
+    pattern = re.compile("(is|are) none")
     lines = (
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in import_graph.modules().values()
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if said.search(line)
+        if pattern.search(line)
     )
     assert not list(lines), "say what it is not: `is not a group`, `holds no keys`"

@@ -133,8 +133,8 @@ def environs(job) -> Callable[[int], list[dict[str, str]]]:
 
 def processes_of(block: Block) -> int:
     """The number of processes that a block names; two if it connects and names none."""
-    if said := re.search(r"world_size=(\d+)", block.text):
-        return int(said[1])
+    if match := re.search(r"world_size=(\d+)", block.text):
+        return int(match[1])
     return 2 if re.search(r"client\.connect\(|Trainer\(", block.text) else 1
 
 

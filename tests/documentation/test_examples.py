@@ -111,9 +111,9 @@ def trained(server, job, tmp_path):
         finally:
             for process in processes:
                 process.kill()
-        said = [output.read_text() for output in outputs]
-        assert [process.exitcode for process in processes] == [0, 0], said
-        return said, [torch.load(file) for file in saved]
+        texts = [output.read_text() for output in outputs]
+        assert [process.exitcode for process in processes] == [0, 0], texts
+        return texts, [torch.load(file) for file in saved]
 
     return run
 
@@ -121,8 +121,8 @@ def trained(server, job, tmp_path):
 @pytest.mark.long
 @pytest.mark.processes
 def test_elastic_members_end_with_the_same_weights_and_have_learnt(trained, monkeypatch):
-    said, (first, second) = trained("train_elastic.py", "--epochs", "2")
-    assert all("epoch 1, batch 45 of 45" in each for each in said)
+    texts, (first, second) = trained("train_elastic.py", "--epochs", "2")
+    assert all("epoch 1, batch 45 of 45" in each for each in texts)
     assert all(torch.equal(first[name], second[name]) for name in first)
     monkeypatch.syspath_prepend(EXAMPLES)
     import digits  # noqa: PLC0415 - the examples are no package, and on the path only here
@@ -132,8 +132,8 @@ def test_elastic_members_end_with_the_same_weights_and_have_learnt(trained, monk
 
 @pytest.mark.processes
 def test_agents_normalise_alike_and_have_learnt(trained):
-    said, (first, second) = trained("train_agent.py", "--iterations", "20")
+    texts, (first, second) = trained("train_agent.py", "--iterations", "20")
     assert first["0.count"] == 20 * (64 + 32) * 20
     assert all(torch.equal(first[name], second[name]) for name in first)
-    means = [float(mean) for mean in re.findall(r"mean return (\S+)", said[0])]
+    means = [float(mean) for mean in re.findall(r"mean return (\S+)", texts[0])]
     assert means[-1] > means[0] / 3

@@ -357,11 +357,11 @@ FRESH = b"a fresh1"
 PAST: dict[str, Any] = {"server": b"server-9", "known": Members.of([0, 1]), "results": 1}
 
 
-def play(*said: messages.Message | bytes, then: Callable[[Dispatcher], Any] = lambda _: None) -> list[messages.Message]:
+def play(*inputs: messages.Message | bytes, then: Callable[[Dispatcher], Any] = lambda _: ()) -> list[messages.Message]:
     """Sends messages to a new server; returns the answers to the last one, or those that `then` causes."""
     dispatcher = Dispatcher(b"server-0", 0.0)
     replies: Any = []
-    for message in said:
+    for message in inputs:
         replies = dispatcher.receive(0.0, b"peer", message if isinstance(message, bytes) else encode(message)).replies
     replies = then(dispatcher) or replies
     return [decode(frame) for _, frame in replies]
@@ -381,14 +381,14 @@ EVE = Principal("eve", "key of eve", ("eve-*",))
 MOST = rows(1.0, count=limits.MAX_COUNT)
 
 
-def said_by_eve(message: messages.Message) -> Callable[[Dispatcher], Any]:
+def from_eve(message: messages.Message) -> Callable[[Dispatcher], Any]:
     return lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(message), EVE).replies
 
 
 # For each cause of a failure in the document, a way to provoke it.
 WAYS: dict[str, Callable[[], list[messages.Message]]] = {
-    "a foreign session": lambda: play(*OPEN, then=said_by_eve(messages.Heartbeat(session_of(0)))),
-    "a foreign job": lambda: play(register(0), then=said_by_eve(register(1))),
+    "a foreign session": lambda: play(*OPEN, then=from_eve(messages.Heartbeat(session_of(0)))),
+    "a foreign job": lambda: play(register(0), then=from_eve(register(1))),
     "an unsound frame": lambda: play(b"garbage"),
     "a session that registers as another member": lambda: play(register(0), register(1, session=session_of(0))),
     "a foreign key": lambda: play(*OPEN, contribution(0, key=key(job="other"), session=session_of(0))),
@@ -525,11 +525,11 @@ def test_the_status_report_has_the_documented_entries(monkeypatch):
     transports = [messages.Heartbeat(session_of(number), 0, 0, "server", "rank 0: on purpose") for number in range(2)]
     transports += [messages.RoundTrips(session_of(number), 500, (0, 3, *[0] * 22)) for number in range(2)]
     first = (contribution(0), contribution(1))
-    said = (*OPEN, *first, contribution(0, key=key(step=1)), *transports, messages.StatusRequest())
-    (whole,) = play(*said)
+    inputs = (*OPEN, *first, contribution(0, key=key(step=1)), *transports, messages.StatusRequest())
+    (whole,) = play(*inputs)
     (group,) = whole.report["groups"]
     monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 300)
-    (cut,) = play(*said)
+    (cut,) = play(*inputs)
     monkeypatch.undo()
     goodbyes = [messages.Leave(session_of(member), "") for member in (0, 1)]
     (after,) = play(*OPEN, *goodbyes, messages.StatusRequest())

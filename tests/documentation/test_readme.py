@@ -45,7 +45,7 @@ def files_of(block: Block) -> list[str]:
     return [name for name in SCRIPTS if name in block.text]
 
 
-def shown(command: str) -> Block:
+def block_with(command: str) -> Block:
     (found,) = [block for block in SHELL if command in block.text]
     return found
 
@@ -141,21 +141,21 @@ def test_a_diff_has_at_most_five_new_lines_of_python_that_use_public_names(block
 
 
 def test_the_two_commands_are_existing_scripts():
-    commands = [line.split()[0] for line in shown("scripts/demo").text.splitlines()]
+    commands = [line.split()[0] for line in block_with("scripts/demo").text.splitlines()]
     assert commands == ["scripts/demo", "scripts/test"]
     assert all(os.access(ROOT / command, os.X_OK) for command in commands)
 
 
 def test_the_script_for_torchrun_trains(bash):
     # On a busy machine a rank may be silent for longer than the default of 3.5 s, and the other would get ReplicaLost.
-    output = bash(shown("torchrun --nproc-per-node 2 train.py\n"), **PATIENT).done()
+    output = bash(block_with("torchrun --nproc-per-node 2 train.py\n"), **PATIENT).done()
     steps = int(re.search(r"after (\d+) steps", output)[1])
     for rank in range(2):
         assert re.search(rf"rank {rank}: loss [\d.]+ after {steps} steps and {2 * steps} rounds", output)
 
 
 def test_the_script_for_data_parallel_trains(bash):
-    assert re.search(r"loss [\d.]+, gradient [\d.]+", bash(shown("python replicas.py")).done())
+    assert re.search(r"loss [\d.]+, gradient [\d.]+", bash(block_with("python replicas.py")).done())
 
 
 @pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc")
@@ -166,7 +166,7 @@ def test_a_process_that_a_block_leaves_running_delays_no_test():
 
 
 def test_a_stopped_rank_is_found_as_the_page_says(bash):
-    shell = bash(shown("python -m server status"))
+    shell = bash(block_with("python -m server status"))
     pid = int(shell.until(r"\d+ rounds done(?:.|\n)*\n +1 +\d.*  \S+,\s+pid\s+(\d+)")[1])
     os.kill(pid, signal.SIGSTOP)
     shell.until(rf"rank 1 \(\S+, pid {pid}\) is lost: no sign of life for [\d.]+ s")

@@ -41,9 +41,9 @@ def test_each_attacker_has_what_they_can_see_slow_stop_and_falsify():
 def test_every_defence_names_existing_tests(row):
     assert row["by"]
     assert row["defence"]
-    shown = LINK.findall(row["test"])
-    assert shown
-    for target, test in shown:
+    links = LINK.findall(row["test"])
+    assert links
+    for target, test in links:
         file = PAGE.parent / target
         assert file.is_file(), f"{target} is not there"
         assert re.search(rf"^(?:async )?def {test or 'test_'}", file.read_text(), re.MULTILINE), (

@@ -65,14 +65,14 @@ class Play:
         elif what == 5:
             self._check(self.dispatcher.probes(self._now))
         elif what == 6:
-            self._hear(who, bytes(_take(source, next(source, 0))))
+            self._receive(who, bytes(_take(source, next(source, 0))))
         else:
             frame = self._of_this_life(SOUND[next(source, 0) % len(SOUND)])
-            self._hear(who, _changed(frame, source, changes=what & 3))
+            self._receive(who, _changed(frame, source, changes=what & 3))
 
     def _register(self) -> None:
         for number, frame in enumerate(REGISTRATIONS):
-            self._hear(PEERS[number], self._of_this_life(frame))
+            self._receive(PEERS[number], self._of_this_life(frame))
 
     def _of_this_life(self, frame: bytes) -> bytes:
         if self._life == 0:
@@ -83,7 +83,7 @@ class Play:
             frame = frame.replace(job.encode(), f"{self._life:0{len(job)}d}".encode())
         return frame
 
-    def _hear(self, peer: bytes, frame: bytes) -> None:
+    def _receive(self, peer: bytes, frame: bytes) -> None:
         self.frames += 1
         self._check(self.dispatcher.receive(self._now, peer, frame).replies)
 

@@ -109,12 +109,12 @@ def test_ranks_return_what_their_program_returns(step):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("program", "said"), [(raise_in_second, "ValueError: no such kernel"), (die_in_second, "ended without a word")]
+    ("program", "error"), [(raise_in_second, "ValueError: no such kernel"), (die_in_second, "ended without a word")]
 )
-def test_a_rank_that_fails_is_named(step, program, said):
+def test_a_rank_that_fails_is_named(step, program, error):
     with pytest.raises(RankFailed, match=r"^rank 1:") as raised:
         on_ranks(step, program, 2, seconds=100)
-    assert said in str(raised.value)
+    assert error in str(raised.value)
 
 
 @pytest.mark.processes

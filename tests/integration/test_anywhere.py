@@ -29,12 +29,12 @@ def start(tmp_path):
 
 
 def found_by(lines, program, ranks=2):
-    said = [
+    texts = [
         [line.partition(": ")[2] for line in lines if line.startswith(f"rank {rank}, {program}: ")]
         for rank in range(ranks)
     ]
-    assert all(said), lines
-    return said
+    assert all(texts), lines
+    return texts
 
 
 def warnings_in(lines):

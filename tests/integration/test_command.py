@@ -51,9 +51,9 @@ def test_it_serves_where_a_server_py_lies(endpoint, folder):
 
 
 def test_no_arguments_print_the_help(folder):
-    said = run(*command(), cwd=folder, **PATH)
-    assert (said.returncode, said.stderr) == (0, "")
-    assert said.stdout.startswith("usage: statsd-bn [COMMAND]")
+    result = run(*command(), cwd=folder, **PATH)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("usage: statsd-bn [COMMAND]")
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["status", "--json"]])

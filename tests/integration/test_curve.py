@@ -137,8 +137,8 @@ def test_an_idle_members_heartbeats_go_over_a_socket_with_keys(service, keys):
     with join(service.endpoints[0], alice):
         before = ask(service.endpoints[0], keys=alice)["received"]
         # Each query counts as one frame; only heartbeats add further ones.
-        looks = itertools.count(1)
-        wait_until(lambda: ask(service.endpoints[0], keys=alice)["received"] - before > next(looks), 10.0)
+        queries = itertools.count(1)
+        wait_until(lambda: ask(service.endpoints[0], keys=alice)["received"] - before > next(queries), 10.0)
 
 
 def test_a_key_tied_to_jobs_joins_no_other_and_sees_no_other(serve, keys):

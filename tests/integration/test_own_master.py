@@ -118,12 +118,12 @@ def test_it_stays_while_a_member_is_there_however_many_have_left(start):
 @with_proc
 def test_with_keys_it_refuses_others_and_no_key_is_in_a_file_or_an_argument(start, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    written = []
-    monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: written.append(path))
+    paths = []
+    monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: paths.append(path))
     monkeypatch.setenv("STATSD_BN_SECRET", SECRET)
     keys = server_keys(SECRET, "job")
     master = start("tcp://0.0.0.0:*", keys=keys)
-    assert (list(tmp_path.iterdir()), written) == ([], [])
+    assert (list(tmp_path.iterdir()), paths) == ([], [])
     for file in ("cmdline", "environ"):
         held = (PROC / str(master._process.pid) / file).read_bytes().decode()
         assert not [secret for secret in (SECRET, keys.pair.secret) if secret in held]

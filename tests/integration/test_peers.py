@@ -52,9 +52,9 @@ def test_to_end_a_flood_with_heartbeats_does_not_end_the_server():
 def answer(peer: RawPeer) -> object:
     """The next message of the server, probes left out."""
     while True:
-        said = decode(peer.receive())
-        if not (isinstance(said, Registered) and said.digest == NO_SERVER):
-            return said
+        received = decode(peer.receive())
+        if not (isinstance(received, Registered) and received.digest == NO_SERVER):
+            return received
 
 
 def test_a_peer_gets_the_reason_before_its_connection_is_closed(serve, monkeypatch):

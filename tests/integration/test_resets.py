@@ -217,8 +217,8 @@ def service(serve: Callable[..., Service]) -> Service:
 
 def probes_until(peer: RawPeer, wanted: Callable[[object], bool]) -> int:
     probes = 0
-    while not wanted(said := decode(peer.receive())):
-        probes += is_probe(said)
+    while not wanted(answer := decode(peer.receive())):
+        probes += is_probe(answer)
     return probes
 
 
@@ -249,7 +249,7 @@ def forge() -> Iterator[Callable[[socket.socket], None]]:
 def test_a_member_whose_resets_are_forged_all_the_time_is_kept(service, forge, reads):
     with RawPeer(service.endpoints[0]) as member:
         member.send(encode(register(0, 2)))
-        probes_until(member, lambda said: isinstance(said, Registered) and not is_probe(said))
+        probes_until(member, lambda answer: isinstance(answer, Registered) and not is_probe(answer))
         over, probes = time.monotonic() + 8 * ANSWER_SECONDS, 0
         while time.monotonic() < over:
             for _ in range(100):
@@ -258,7 +258,7 @@ def test_a_member_whose_resets_are_forged_all_the_time_is_kept(service, forge, r
                 probes += 1 + probes_until(member, is_probe)
         member.send(encode(StatusRequest()))
         # The server suspected the member throughout, and kept its connection.
-        probes += probes_until(member, lambda said: isinstance(said, Status))
+        probes += probes_until(member, lambda answer: isinstance(answer, Status))
         assert probes >= 4
 
 
@@ -273,7 +273,7 @@ def test_to_end_members_that_have_reset_does_not_end_the_server(patient):
     for number in range(8):
         peer = RawPeer(patient)
         peer.send(encode(register(0, 2, job=f"job {number}")))
-        probes_until(peer, lambda said: isinstance(said, Registered) and not is_probe(said))
+        probes_until(peer, lambda answer: isinstance(answer, Registered) and not is_probe(answer))
         peer.socket.sendall(flood)
         peer.reset()
     wait_until(lambda: not has_members(patient))

@@ -423,8 +423,8 @@ def test_importing_the_server_loads_nothing_besides_its_libraries():
 
     def loaded(*names: str) -> set[str]:
         program = f"import {', '.join(names)}, sys; print(*sys.modules)"
-        said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
-        return {name.partition(".")[0] for name in said.stdout.split()}
+        result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+        return {name.partition(".")[0] for name in result.stdout.split()}
 
     others = loaded("server.__main__") - loaded("numpy", "zmq", "msgpack") - sys.stdlib_module_names
     assert others == {"server", "statsd_bn"}

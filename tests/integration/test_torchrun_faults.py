@@ -76,9 +76,9 @@ class Faulty(Launched):
         while True:
             line = self._lines.get(timeout=WAIT_SECONDS)
             assert line is not None, f"expected a line {beginning!r}; errors: {self.errors}"
-            said = line.partition("]:")[2] or line
-            if said.startswith(beginning):
-                return said
+            text = line.partition("]:")[2] or line
+            if text.startswith(beginning):
+                return text
 
 
 @pytest.fixture
@@ -105,13 +105,13 @@ def _runs(number: int) -> bool:
 @cases("wrapper", now=[(BROADCAST,)], later=[(NOTHING,)])
 def test_an_extra_forward_on_one_rank_is_a_mismatch_with_all_places(tmp_path, wrapper):
     with Faulty(tmp_path, "extra", 1, wrapper, "--master-addr", "127.0.0.1", "--master-port", str(free_port())) as run:
-        said = run.survivor_ends(0)
-        assert "layer '1'" in said
-        assert "rank 1 (" in said
-        for output in (said, run.stderr(1)):
+        errors = run.survivor_ends(0)
+        assert "layer '1'" in errors
+        assert "rank 1 (" in errors
+        for output in (errors, run.stderr(1)):
             assert output.count("deadlock: the ranks wait in different places") == 1
             assert "RoundMismatch" in output
-        assert "job 'default'" in said
+        assert "job 'default'" in errors
         if wrapper == BROADCAST:
             assert "_sync_buffers, called from fault_programs.py" in run.stderr(1)
 
@@ -122,11 +122,11 @@ def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_o
     """One waits in a round, the other in DDP's backward pass, with or without further process groups."""
     with Faulty(tmp_path, "reduces nothing", victim, NOTHING, FAULT_GROUPS=str(groups)) as run:
         for rank in (victim, 1 - victim):
-            said = run.survivor_ends(rank) if rank == victim else run.stderr(rank)
-            assert "deadlock: the ranks wait in different places" in said
-            assert re.search(rf"rank {1 - victim} \(.*\) +waits .*in a collective of torch", said)
-            assert f"rank {victim} (" in said
-            assert "in forward of layer '1', step 7" in said
+            errors = run.survivor_ends(rank) if rank == victim else run.stderr(rank)
+            assert "deadlock: the ranks wait in different places" in errors
+            assert re.search(rf"rank {1 - victim} \(.*\) +waits .*in a collective of torch", errors)
+            assert f"rank {victim} (" in errors
+            assert "in forward of layer '1', step 7" in errors
 
 
 @cases(
@@ -136,9 +136,9 @@ def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_o
 )
 def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, wrapper, victim, what):
     with Faulty(tmp_path, what, victim, wrapper) as run:
-        said = run.survivor_ends(1 - victim)
-        assert f"rank {victim} (" in said
-        assert "left before the others finished" in said
+        errors = run.survivor_ends(1 - victim)
+        assert f"rank {victim} (" in errors
+        assert "left before the others finished" in errors
 
 
 @pytest.mark.long
@@ -146,22 +146,22 @@ def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, wrapper, vic
 def test_one_batch_fewer_is_said_where_all_ranks_are_in_collectives_of_torch(tmp_path, at_the_end, victim):
     with Faulty(tmp_path, f"fewer, then a {at_the_end} inside", victim, BROADCAST) as run:
         # 18 s on a quiet machine: 8 s until the server finds the deadlock, 10 s until a rank in a collective exits.
-        said = run.survivor_ends(1 - victim)
-        assert "deadlock: the ranks wait in different places" in said
+        text = run.survivor_ends(1 - victim)
+        assert "deadlock: the ranks wait in different places" in text
         function = {"barrier": "barrier", "reduction": "all_reduce"}[at_the_end]
         for rank, place in ((victim, function), (1 - victim, "_sync_buffers")):
-            assert re.search(rf"rank {rank} \(.*\) is in torch/\S* {place}, called from fault_programs.py:\d+", said), (
-                said
+            assert re.search(rf"rank {rank} \(.*\) is in torch/\S* {place}, called from fault_programs.py:\d+", text), (
+                text
             )
 
 
 @pytest.mark.long
 def test_one_batch_fewer_is_said_where_one_rank_waits_in_a_round_and_the_others_in_different_collectives(tmp_path):
     with Faulty(tmp_path, "fewer, then a barrier inside", 1, BROADCAST, size=3) as run:
-        said = run.survivor_ends(2)
-        assert "RoundMismatch" in said
-        assert re.search(r"rank 0 \(.*\) is in torch/\S* _sync_buffers", said), said
-        assert re.search(r"rank 1 \(.*\) is in torch/\S* barrier", said), said
+        errors = run.survivor_ends(2)
+        assert "RoundMismatch" in errors
+        assert re.search(r"rank 0 \(.*\) is in torch/\S* _sync_buffers", errors), errors
+        assert re.search(r"rank 1 \(.*\) is in torch/\S* barrier", errors), errors
 
 
 LOST = "was lost: no sign of life"
@@ -179,9 +179,9 @@ LOST = "was lost: no sign of life"
 )
 def test_what_has_become_of_one_rank_is_said_by_the_other_which_ends(tmp_path, wrapper, what, cause):
     with Faulty(tmp_path, what, 1, wrapper) as run:
-        said = run.survivor_ends(0)
-        assert "rank 1 (" in said
-        assert cause in said
+        errors = run.survivor_ends(0)
+        assert "rank 1 (" in errors
+        assert cause in errors
 
 
 @cases("wrapper, victim", now=[(BROADCAST, 0)], later=[(BROADCAST, 1), (NOTHING, 0), (SHARDS, 1)])
@@ -190,10 +190,10 @@ def test_a_killed_rank_is_named_by_the_other(tmp_path, wrapper, victim):
     is_in_a_round = wrapper == NOTHING
     options = () if is_in_a_round else ("--monitor-interval", "1000")
     with Faulty(tmp_path, "killed", victim, wrapper, *options) as run:
-        said = run.survivor_ends(1 - victim)
+        errors = run.survivor_ends(1 - victim)
         if not is_in_a_round:
             own = rf"ReplicaLost: rank {victim} \(.*\) was lost: the connection was lost"
-            assert re.search(own, said), said
+            assert re.search(own, errors), errors
             return
         run.process.wait(WAIT_SECONDS)
         assert run.leaves_nothing()
@@ -223,9 +223,9 @@ def test_a_rank_whose_interpreter_is_held_is_said_not_to_answer(tmp_path, server
 def test_a_question_changes_nothing_in_any_way_to_wrap_a_model(tmp_path):
     command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     with Launched((*command, TESTS / "programs" / "asked_program.py"), {}, tmp_path / "errors") as run:
-        said = [run.line("") for _ in range(2 * len(WAYS))]
+        lines = [run.line("") for _ in range(2 * len(WAYS))]
         assert run.end() == 0, run.errors
-        assert sorted(said) == sorted([f"{way} same" for way in WAYS] * 2)
+        assert sorted(lines) == sorted([f"{way} same" for way in WAYS] * 2)
         # Rank 1 received rank 0's place, so rank 0 was asked.
         assert len(re.findall(r"rank 0 is in asked_program.py:\d+ forward", run.errors)) >= len(WAYS), run.errors
 
@@ -255,11 +255,11 @@ def test_long_waits_in_collectives_of_a_healthy_job_are_no_deadlock(tmp_path):
         *PAUSES,
     )
     with Launched(command, {}, tmp_path / "errors") as run:
-        said = [run.line("").split() for _ in range(RANKS * len(PAUSES))]
+        lines = [run.line("").split() for _ in range(RANKS * len(PAUSES))]
         assert run.end() == 0, run.errors
-        assert sorted((way, int(rank)) for way, rank, _ in said) == sorted(
+        assert sorted((way, int(rank)) for way, rank, _ in lines) == sorted(
             (way, rank) for way in PAUSES for rank in range(RANKS)
         )
         # A rank that waits in no collective starts its next round at once.
-        assert {way for way, _, what in said if what == "asked"} == set(PAUSES)
+        assert {way for way, _, what in lines if what == "asked"} == set(PAUSES)
         assert "deadlock: " not in run.errors

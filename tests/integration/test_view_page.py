@@ -75,7 +75,7 @@ def axe(tmp_path_factory):
 
 
 @pytest.fixture
-def opened(chromium, tmp_path):
+def open_view(chromium, tmp_path):
     with ExitStack() as stack:
 
         def open_(state="healthy", **more):
@@ -96,8 +96,8 @@ def heading(state):
     return re.split(r"[:;{]| for ", TEXTS[state])[0]
 
 
-def test_banner_list_title_and_spoken_text_agree_in_every_state(chromium, opened):
-    change = opened(others=["unet"])
+def test_banner_list_title_and_spoken_text_agree_in_every_state(chromium, open_view):
+    change = open_view(others=["unet"])
     for state in STATES:
         change(state, others=["unet"])
         wait_for(chromium, heading(state), "#banner h2", 5)
@@ -109,8 +109,8 @@ def test_banner_list_title_and_spoken_text_agree_in_every_state(chromium, opened
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_in_any_state_and_nothing_scrolls_sideways(chromium, opened, axe, scheme):
-    change = opened()
+def test_axe_finds_nothing_in_any_state_and_nothing_scrolls_sideways(chromium, open_view, axe, scheme):
+    change = open_view()
     for state in [*STATES, "empty"]:
         change(state, others=() if state == "empty" else ["unet", "z" * 200])
         wait_for(chromium, heading(state) if state in TEXTS else "No job yet", "#banner h2", 5)
@@ -120,15 +120,15 @@ def test_axe_finds_nothing_in_any_state_and_nothing_scrolls_sideways(chromium, o
             assert not scrolls_sideways(chromium), (state, width)
 
 
-def test_at_200_percent_and_with_many_ranks_nothing_scrolls_sideways(chromium, opened):
-    opened("slow", ranks=64, layers=151)
+def test_at_200_percent_and_with_many_ranks_nothing_scrolls_sideways(chromium, open_view):
+    open_view("slow", ranks=64, layers=151)
     for width, scale in ((640, 2), (390, 3), (1600, 1), (320, 1)):
         show(chromium, width, scale=scale)
         assert not scrolls_sideways(chromium), width
 
 
-def test_the_rows_of_the_ranks_have_all_their_numbers(chromium, opened):
-    opened("waiting")
+def test_the_rows_of_the_ranks_have_all_their_numbers(chromium, open_view):
+    open_view("waiting")
     rows = chromium.find_elements(By.CSS_SELECTOR, "#ranks tbody tr")
     assert [row.get_attribute("data-rank") for row in rows] == [str(rank) for rank in range(8)]
     row = rows[1].text.replace("\u202f", " ").replace("\u00a0", " ")
@@ -137,8 +137,8 @@ def test_the_rows_of_the_ranks_have_all_their_numbers(chromium, opened):
         assert fact in row, row
 
 
-def test_of_64_ranks_those_with_a_flag_come_first_and_a_button_shows_all(chromium, opened):
-    opened("slow", ranks=64, layers=151)
+def test_of_64_ranks_those_with_a_flag_come_first_and_a_button_shows_all(chromium, open_view):
+    open_view("slow", ranks=64, layers=151)
 
     def ranks():
         return [row.get_attribute("data-rank") for row in chromium.find_elements(By.CSS_SELECTOR, "[data-rank]")]
@@ -150,8 +150,8 @@ def test_of_64_ranks_those_with_a_flag_come_first_and_a_button_shows_all(chromiu
     chromium.find_element(By.ID, "more-ranks").click()
 
 
-def test_finding_and_map_name_the_same_rank_and_layer(chromium, opened):
-    change = opened("data")
+def test_finding_and_map_name_the_same_rank_and_layer(chromium, open_view):
+    change = open_view("data")
     wait_for(chromium, "bn1: ", "#reading", 5)
     assert "27% comes from rank 2, which varies 8.5 times as much" in text(chromium, "#reading")
     assert "vary 8.5 times as much" in text(chromium, "#banner h2")
@@ -161,8 +161,8 @@ def test_finding_and_map_name_the_same_rank_and_layer(chromium, opened):
     assert hot(chromium) == set()
 
 
-def test_a_layer_with_nan_does_not_claim_that_its_ranks_agree(chromium, opened):
-    change = opened("healthy")
+def test_a_layer_with_nan_does_not_claim_that_its_ranks_agree(chromium, open_view):
+    change = open_view("healthy")
     wait_for(chromium, "spread evenly", "#reading", 5)
     change("nan")
     name = layer_names(53)[2]
@@ -180,21 +180,21 @@ def test_a_layer_with_nan_does_not_claim_that_its_ranks_agree(chromium, opened):
         ("waiting", r"since \d\d:\d\d:\d\d \(1\d s\)"),
     ],
 )
-def test_the_banner_says_since_when(chromium, opened, state, pattern):
-    opened(state)
+def test_the_banner_says_since_when(chromium, open_view, state, pattern):
+    open_view(state)
     assert re.search(rf"^{pattern}$", text(chromium, "#banner .facts"), re.MULTILINE)
 
 
-def test_a_malformed_link_shows_the_job_that_needs_attention(chromium, opened):
-    opened("waiting", others=["unet"])
+def test_a_malformed_link_shows_the_job_that_needs_attention(chromium, open_view):
+    open_view("waiting", others=["unet"])
     chromium.execute_script("location.hash = '#%E0%A4%A'")
     wait_for(chromium, "resnet50", "#banner .job")
     time.sleep(1.0)  # until the page is drawn again
     assert errors(chromium) == []
 
 
-def test_a_long_path_of_the_server_is_its_title(chromium, opened):
-    opened(endpoint="ipc:///tmp/a/very/long/path/bn.socket")
+def test_a_long_path_of_the_server_is_its_title(chromium, open_view):
+    open_view(endpoint="ipc:///tmp/a/very/long/path/bn.socket")
     assert text(chromium, "footer").startswith("ipc://.../bn.socket, server ")
     assert chromium.find_element(By.ID, "server").get_attribute("title") == "ipc:///tmp/a/very/long/path/bn.socket"
 
@@ -216,8 +216,8 @@ def hot(driver):
     return set(driver.execute_script(script))
 
 
-def test_keyboard_and_pointer_choose_layer_and_rank(chromium, opened):
-    opened("healthy", layers=20)
+def test_keyboard_and_pointer_choose_layer_and_rank(chromium, open_view):
+    open_view("healthy", layers=20)
     names = layer_names(20)
     wait_for(chromium, "spread evenly", "#reading", 5)
     scrub = chromium.find_element(By.ID, "scrub")
@@ -241,8 +241,8 @@ def test_keyboard_and_pointer_choose_layer_and_rank(chromium, opened):
     chromium.find_element(By.CSS_SELECTOR, "[name=view][value=share]").send_keys(Keys.SPACE)
 
 
-def test_focus_stays_over_sixty_updates_and_the_screen_reader_is_silent(chromium, opened):
-    opened("waiting", others=["unet"], period=0.1)
+def test_focus_stays_over_sixty_updates_and_the_screen_reader_is_silent(chromium, open_view):
+    open_view("waiting", others=["unet"], period=0.1)
     chromium.execute_script("""
         window.spoken = 0; window.updates = 0;
         const listen = (node, count) => new MutationObserver(count).observe(node, { subtree: true, childList: true,
@@ -264,20 +264,20 @@ def test_focus_stays_over_sixty_updates_and_the_screen_reader_is_silent(chromium
     assert chromium.execute_script("return window.spoken") == 0
 
 
-def test_a_redraw_of_64_ranks_and_151_layers_cannot_be_felt(chromium, opened):
-    opened("slow", ranks=64, layers=151, period=0.2)
+def test_a_redraw_of_64_ranks_and_151_layers_cannot_be_felt(chromium, open_view):
+    open_view("slow", ranks=64, layers=151, period=0.2)
     wait_for(chromium, "bn1: ", "#reading", 5)
     chromium.find_element(By.ID, "more-ranks").click()
-    took = []
+    durations = []
     for _ in range(15):
         time.sleep(0.3)
-        took.append(chromium.execute_script("return performance.getEntriesByName('draw').at(-1).duration"))
+        durations.append(chromium.execute_script("return performance.getEntriesByName('draw').at(-1).duration"))
     chromium.find_element(By.ID, "more-ranks").click()
-    assert statistics.median(took) < REDRAW_MILLISECONDS, took
+    assert statistics.median(durations) < REDRAW_MILLISECONDS, durations
 
 
-def test_the_job_that_needs_attention_comes_first_and_a_chosen_one_stays(chromium, opened):
-    change = opened("healthy", job="zebra", others=["ant"])
+def test_the_job_that_needs_attention_comes_first_and_a_chosen_one_stays(chromium, open_view):
+    change = open_view("healthy", job="zebra", others=["ant"])
     assert texts(chromium, "#jobs b") == ["ant", "zebra"]
     assert text(chromium, "#banner .job") == "ant"
     change("waiting", job="zebra", others=["ant"])
@@ -292,8 +292,8 @@ def test_the_job_that_needs_attention_comes_first_and_a_chosen_one_stays(chromiu
     wait_for(chromium, "zebra", "#banner .job")
 
 
-def test_an_ended_job_stays_until_it_is_dismissed_also_when_the_page_is_opened_again(chromium, opened):
-    opened("broken")
+def test_an_ended_job_stays_until_it_is_dismissed_also_when_the_page_is_opened_again(chromium, open_view):
+    open_view("broken")
     chromium.refresh()
     wait_for(chromium, "Broken: rank 1 (gpu-a, pid 12271) raised ValueError", "#banner", 5)
     assert "past" in chromium.find_element(By.TAG_NAME, "main").get_attribute("class")
@@ -304,31 +304,31 @@ def test_an_ended_job_stays_until_it_is_dismissed_also_when_the_page_is_opened_a
     wait_for(chromium, "No job yet", "#banner", 5)
 
 
-def test_a_silent_server_leaves_its_last_state_with_its_time(chromium, opened):
-    opened("silent")
+def test_a_silent_server_leaves_its_last_state_with_its_time(chromium, open_view):
+    open_view("silent")
     wait_for(chromium, "The server does not answer", "#banner")
     assert "no answer since" in text(chromium, "#live")
     assert len(chromium.find_elements(By.CSS_SELECTOR, "#ranks tbody tr")) == 8
 
 
-def test_names_of_others_are_text(chromium, opened):
-    opened("data", job=HOSTILE, layer=HOSTILE, others=["<script>alert(2)</script>"])
+def test_names_of_others_are_text(chromium, open_view):
+    open_view("data", job=HOSTILE, layer=HOSTILE, others=["<script>alert(2)</script>"])
     wait_for(chromium, HOSTILE, "#banner .job")
     wait_for(chromium, HOSTILE, "#reading", 5)
     assert "<script>alert(2)</script>" in text(chromium, "#jobs")
     assert chromium.find_elements(By.CSS_SELECTOR, "main img, main script") == []
 
 
-def test_with_forced_colours_the_map_and_the_banner_are_drawn(chromium, opened):
-    opened("data")
+def test_with_forced_colours_the_map_and_the_banner_are_drawn(chromium, open_view):
+    open_view("data")
     wait_for(chromium, "bn1: ", "#reading", 5)
     show(chromium, forced_colors="active")
     assert hot(chromium) == {2}
     assert "Rank 2's data look different" in text(chromium, "#banner")
 
 
-def test_nothing_moves_with_reduced_motion(chromium, opened):
-    opened()
+def test_nothing_moves_with_reduced_motion(chromium, open_view):
+    open_view()
     moving = "return document.getAnimations().length"
     show(chromium, prefers_reduced_motion="no-preference")
     assert chromium.execute_script(moving) == 1

@@ -36,7 +36,7 @@ WAIT_SECONDS = 30.0
 @contextlib.contextmanager
 def planted_job(endpoint, job):
     stem, head = key("stem.bn", job=job), key("head.bn", job=job)
-    said = [
+    messages = [
         *(register(rank, 2, job=job) for rank in range(2)),
         *(contribution(rank, value, stem) for rank, value in enumerate([1.0, float("nan")])),
         contribution(0, 1.0, head),
@@ -44,15 +44,15 @@ def planted_job(endpoint, job):
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.connect(endpoint)
-        for message in said:
+        for message in messages:
             dealer.send(encode(message))
         yield
 
 
-def wait_for(look, *facts, seconds=WAIT_SECONDS):
+def wait_for(read, *facts, seconds=WAIT_SECONDS):
     expiry = time.monotonic() + seconds
     while True:
-        found = look()
+        found = read()
         missing = [fact for fact in facts if fact not in found]
         if not missing:
             return found
@@ -66,8 +66,8 @@ def viewing(*arguments):
 
         def fetch(path, **query):
             address = f"http://127.0.0.1:{port}/{path}?{urllib.parse.urlencode(query)}"
-            asked = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})
-            with urllib.request.urlopen(asked, timeout=WAIT_SECONDS) as answer:  # noqa: S310
+            request = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})
+            with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:  # noqa: S310
                 # The stream does not end; its first line is the newest snapshot.
                 body = answer.readline() if path == "events" else answer.read()
             return body.decode()

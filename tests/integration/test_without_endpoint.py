@@ -261,12 +261,12 @@ def test_different_values_of_master_addr_are_an_error(environ):
 
 def test_processes_of_one_node_that_are_started_anew_take_no_notice_of_the_master_before(environ):
     join({**environ, "TORCHELASTIC_RESTART_COUNT": "0"}, 0)
-    anew = {**environ, "TORCHELASTIC_RESTART_COUNT": "1"}
+    restarted = {**environ, "TORCHELASTIC_RESTART_COUNT": "1"}
     with pytest.raises(ServerUnreachable, match="for rank 0 to announce a server"):
-        join(anew, 1, join_timeout=0.1)
-    endpoint, _, _ = join(anew, 0)
+        join(restarted, 1, join_timeout=0.1)
+    endpoint, _, _ = join(restarted, 0)
     own_server._stores.clear()
-    assert join(anew, 1)[0] == endpoint
+    assert join(restarted, 1)[0] == endpoint
 
 
 def test_a_master_that_does_not_start_is_an_error_on_all_ranks(environ, monkeypatch):
@@ -324,17 +324,17 @@ def test_the_master_of_an_earlier_life_is_not_used(environ, refusal, caplog):
         StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), 0, 2, "job default/latest life", 20.0
     )
     member_0.write(Announcement("tcp://old:1", 1))
-    tried = []
+    endpoints = []
 
     def join_at(endpoint, _, who):
-        tried.append(endpoint)
+        endpoints.append(endpoint)
         if endpoint == "tcp://old:1":
             member_0.write(Announcement("tcp://new:1", 2))
             raise refusal("it is gone")
         return who.epoch
 
     assert join(environ, 1, join_at) == 2
-    assert tried == ["tcp://old:1", "tcp://new:1"]
+    assert endpoints == ["tcp://old:1", "tcp://new:1"]
     assert "it is gone; waiting in case rank 0 was restarted" in caplog.text
 
 

@@ -48,7 +48,7 @@ class Wrapped(nn.Module):
 _running = [""]
 
 
-def say(*found: object) -> None:
+def print_line(*found: object) -> None:
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     # In one piece, since the ranks share stdout.
     sys.stdout.write(f"rank {rank}, {_running[0]}: {' '.join(map(str, found))}\n")
@@ -97,7 +97,7 @@ def ddp(*, broadcast_buffers: bool = True, **options: Any) -> None:
     counted = broadcasts(model)
     with client.connect():
         train(model, batches())
-        say("broadcasts", *counted, "digest", digest(model.module))
+        print_line("broadcasts", *counted, "digest", digest(model.module))
         distributed.barrier()
 
 
@@ -127,7 +127,7 @@ def no_sync() -> None:
             with model.no_sync():
                 model(first).square().mean().backward()
             model(second).square().mean().backward()
-        say("broadcasts", *counted, "digest", digest(model.module))
+        print_line("broadcasts", *counted, "digest", digest(model.module))
         distributed.barrier()
 
 
@@ -136,7 +136,7 @@ def nested() -> None:
     inner, outer = broadcasts(model.module.inner), broadcasts(model)
     with client.connect():
         train(model, batches())
-        say("broadcasts", *inner, *outer, "digest", digest(model.module.inner.module))
+        print_line("broadcasts", *inner, *outer, "digest", digest(model.module.inner.module))
         distributed.barrier()
 
 
@@ -145,7 +145,7 @@ def smart() -> None:
         model = client.smart_ddp(Network())
         counted = broadcasts(model)
         train(model, batches())
-        say("broadcasts", *counted, "digest", digest(model.module))
+        print_line("broadcasts", *counted, "digest", digest(model.module))
         distributed.barrier()
 
 
@@ -169,7 +169,7 @@ def _train_sharded(model: nn.Module) -> None:
     with client.connect():
         train(model, batches())
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        say("digest", digest_of(state.values()))
+        print_line("digest", digest_of(state.values()))
         distributed.barrier()
 
 
@@ -182,21 +182,21 @@ def rank_0_evaluates() -> None:
             if distributed.get_rank() == 0:
                 model.eval()(batches()[0])
                 model.train()
-        say("digest", digest(model.module))
+        print_line("digest", digest(model.module))
         distributed.barrier()
 
 
 def unconnected() -> None:
     network = client.convert_model(Network())
     train(DistributedDataParallel(network), batches())
-    say_mean(network)
+    print_mean(network)
 
 
 def alone() -> None:
     model = client.convert_model(Network())
     with client.connect() as connection:
         train(model, [torch.randn(4, 3)] * 2)
-        say(connection.endpoint, connection.rank_and_size, connection.all_gather("x", b"y"))
+        print_line(connection.endpoint, connection.rank_and_size, connection.all_gather("x", b"y"))
 
 
 def too_early() -> None:
@@ -205,11 +205,11 @@ def too_early() -> None:
         initialise()
         network = client.convert_model(Network())
         train(network, batches(1))
-        say_mean(network)
+        print_mean(network)
 
 
-def say_mean(network: nn.Module) -> None:
-    say("running mean", next(network.buffers()).tolist())
+def print_mean(network: nn.Module) -> None:
+    print_line("running mean", next(network.buffers()).tolist())
 
 
 def local() -> None:
@@ -225,7 +225,7 @@ def local() -> None:
             torch.compile(layer, backend="aot_eager", fullgraph=True)(inputs[rank])
             torch.testing.assert_close(layer.running_var, expected.running_var)
             torch.testing.assert_close(layer.running_mean, expected.running_mean)
-        say(client.local_group(), connection.rounds)
+        print_line(client.local_group(), connection.rounds)
 
 
 def run(names: str) -> None:

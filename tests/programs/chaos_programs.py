@@ -16,7 +16,7 @@ import client
 from support.memory_members import outcome
 
 # Maximum wait of a member for a message of its parent.
-WORD_SECONDS = 120.0
+MESSAGE_SECONDS = 120.0
 
 # Far longer than any wait for a stuck member, and still bounded.
 STUCK_SECONDS = 60
@@ -70,12 +70,12 @@ def take_part(part: Part, pipe: Pipe, progress: Any) -> None:
         ):
             pipe.send(READY)
             pipe.send(Report(outcome(lambda: train(part, pipe, progress)), time.monotonic()))
-            _word(pipe)
+            _receive(pipe)
 
     error = outcome(run)
     if isinstance(error, Exception):
         pipe.send(Report(error, time.monotonic()))
-        _word(pipe)
+        _receive(pipe)
 
 
 def train(part: Part, pipe: Pipe, progress: Any) -> str:
@@ -88,7 +88,7 @@ def train(part: Part, pipe: Pipe, progress: Any) -> str:
     allowed = 0
     for step in range(part.steps):
         while allowed <= step:
-            allowed += _word(pipe)
+            allowed += _receive(pipe)
         if part.trouble and step == part.trouble_step:
             TROUBLES[part.trouble]()
         x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
@@ -110,12 +110,12 @@ def digest_of(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _word(pipe: Pipe) -> int:
+def _receive(pipe: Pipe) -> int:
     """The parent's next message; ends the member if the parent has ended."""
-    if not pipe.poll(WORD_SECONDS):
-        raise TimeoutError(f"no message within {WORD_SECONDS:g} s")
-    said: int = pipe.recv()
-    return said
+    if not pipe.poll(MESSAGE_SECONDS):
+        raise TimeoutError(f"no message within {MESSAGE_SECONDS:g} s")
+    message: int = pipe.recv()
+    return message
 
 
 def train_through_restarts(

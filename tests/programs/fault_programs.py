@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import client
 from server.cli.status import ask
-from support.output import say
+from support.output import print_line
 
 STEPS, FAULT = 20, 6
 
@@ -66,7 +66,7 @@ AT_THE_END = {
 
 def befall(what: str, wrapper: str, model: nn.Module, x: torch.Tensor) -> bool:
     """Cause the fault; returns whether training continues."""
-    say("fault", what)
+    print_line("fault", what)
     if what == "extra":
         model.module(x)
     elif what == "raises":
@@ -88,7 +88,7 @@ def main(what: str, victim: str, wrapper: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     with client.connect(os.environ.get("FAULT_ENDPOINT")) as connection:
-        say("rank", connection.rank, os.getpid())
+        print_line("rank", connection.rank, os.getpid())
         for _ in range(int(os.environ.get("FAULT_GROUPS", "0"))):
             distributed.barrier(distributed.new_group())
         model = wrapped(wrapper)
@@ -107,7 +107,7 @@ def main(what: str, victim: str, wrapper: str) -> None:
             AT_THE_END[what]()
     if what == "fewer, then a barrier":
         distributed.barrier()
-    say("done", connection.rank)
+    print_line("done", connection.rank)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torch import distributed
 import client
 from statsd_bn import Rows
 from statsd_bn.errors import StatsdBNError
-from support.output import say
+from support.output import print_line
 
 ROW = Rows((1,), np.ones((1, 2, 3)))
 DEADLINE = 30.0
@@ -20,11 +20,11 @@ def meet_twice() -> None:
     """Connect and leave, twice; then start a process group, which uses the same store."""
     for _ in range(2):
         with client.connect(round_timeout=DEADLINE) as connection:
-            say("covers", client.SlavePipe(connection, "bn").run_slave(ROW).count, repr(connection))
+            print_line("covers", client.SlavePipe(connection, "bn").run_slave(ROW).count, repr(connection))
     distributed.init_process_group("gloo")
     distributed.barrier()
     distributed.destroy_process_group()
-    say("through")
+    print_line("through")
 
 
 def go_on_after_member_0() -> None:
@@ -33,10 +33,10 @@ def go_on_after_member_0() -> None:
     client.SlavePipe(connection, "bn").run_slave(ROW)
     if connection.rank == 0:
         connection.pause(None)
-        say("at the end")
+        print_line("at the end")
     else:
         sys.stdin.readline()
-        say("covers", client.SlavePipe(connection, "bn").run_slave(ROW).count)
+        print_line("covers", client.SlavePipe(connection, "bn").run_slave(ROW).count)
 
 
 def go_on_after_member_0_in_forked_children() -> None:
@@ -56,7 +56,7 @@ def go_on_after_member_0_in_forked_children() -> None:
 def be_busy_when_member_0_ends() -> None:
     """Every member waits for a line between two rounds, so that member 0 and its server can end in between."""
     connection = client.connect(round_timeout=DEADLINE)
-    say("covers", client.SlavePipe(connection, "bn").run_slave(ROW).count)
+    print_line("covers", client.SlavePipe(connection, "bn").run_slave(ROW).count)
     sys.stdin.readline()
     client.SlavePipe(connection, "bn").run_slave(ROW)
 
@@ -65,4 +65,4 @@ if __name__ == "__main__":
     try:
         globals()[sys.argv[1]]()
     except StatsdBNError as error:
-        say(type(error).__name__, error)
+        print_line(type(error).__name__, error)

@@ -109,7 +109,7 @@ KILLED_WEIGHTS = (8, 8, 2, 1)
 
 
 def rounds_without_end(
-    endpoint: str, curve: str | None, job: str, rank: int, size: int, transport: str, begun: Any
+    endpoint: str, curve: str | None, job: str, rank: int, size: int, transport: str, flag: Any
 ) -> None:
     torch.set_num_threads(1)
     chance = random.Random(job)
@@ -121,6 +121,6 @@ def rounds_without_end(
             while True:
                 (channels,) = chance.choices(KILLED_SIZES, KILLED_WEIGHTS)
                 pipe.run_slave(Rows((1,), np.full((1, VECTORS, channels), float(rank))))
-                begun.value = 1
+                flag.value = 1
     except StatsdBNError:
         return  # another rank was killed

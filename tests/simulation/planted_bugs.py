@@ -170,10 +170,10 @@ def late_is_held() -> Any:
 
     def blocked_members(masters: Any, _silence: float) -> list[deadlock.Wait]:
         members = [(one, member) for one in masters for member in one.membership.contributors.values()]
-        asked = [(one, member) for one, member in members if member.stack_sample]
-        everybody = frozenset(member.member for _, member in asked)
+        pairs = [(one, member) for one, member in members if member.stack_sample]
+        everybody = frozenset(member.member for _, member in pairs)
         return [
-            deadlock.Wait(one, None, {member.member: 0.0}, everybody - {member.member}, member) for one, member in asked
+            deadlock.Wait(one, None, {member.member: 0.0}, everybody - {member.member}, member) for one, member in pairs
         ]
 
     return mock.patch.object(deadlock, "blocked_members", blocked_members)
@@ -474,14 +474,14 @@ def settled_rounds_untold() -> Any:
 def settled_by_the_teller_alone() -> Any:
     """Only members that sent their rows report the end of a round in memory."""
 
-    def look(right: Any, self: MemoryRound, now: float) -> Any:
+    def poll(right: Any, self: MemoryRound, now: float) -> Any:
         over = right(self, now)
         if self._trip or not over:
             return over
         self._session.last_round_done.frame = b""
         return ((), *over[1:])
 
-    return instead(MemoryRound, "_poll", look)
+    return instead(MemoryRound, "_poll", poll)
 
 
 @bug(1610)
@@ -499,7 +499,7 @@ def settled_rounds_begin_anew() -> Any:
 def memory_not_looked_at_again() -> Any:
     """A member that has sent its rows to the server no longer checks memory."""
 
-    def look(right: Any, self: MemoryRound, now: float) -> Any:
+    def poll(right: Any, self: MemoryRound, now: float) -> Any:
         return None if self._trip else right(self, now)
 
-    return instead(MemoryRound, "_poll", look)
+    return instead(MemoryRound, "_poll", poll)

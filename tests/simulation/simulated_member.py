@@ -305,9 +305,9 @@ class Process(SimulatedProcess):
         members = list(session.members)
         me = members.index(self.number)
         offered = self.world.offer_memory(len(members)) if me == 0 else 0
-        said = yield from self._gather(session, float(offered))
+        offers = yield from self._gather(session, float(offered))
         yield from self._gather(session, 0.0)
-        memory = self.world.memories[int(said[0])].of_member(self, me)
+        memory = self.world.memories[int(offers[0])].of_member(self, me)
         self._memories[group.name] = session.transport.memory = memory
         session.transport.samples = SkewSampler() if me == 0 else None
 

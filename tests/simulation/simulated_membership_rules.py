@@ -108,7 +108,7 @@ def _check_one(world: "World", process: "Process", span: "Span", covered: Covere
     is_due = span.base == covered.base and span.first <= covered.turn < span.end
     if not is_due or process.number in covered.members:
         return
-    if not (_is_excused(process) or _is_unheard_of(world, covered.key)):
+    if not (_is_excused(process) or _is_unknown_round(world, covered.key)):
         complaint = f"{process}: {covered.key} covers {covered.members}, and it takes part in {span}"
         world.report("membership changes only where it may", complaint)
 
@@ -123,7 +123,7 @@ def _is_excused(process: "Process") -> bool:
     return bool(world.plan.min_members) and (befallen or is_displaced)
 
 
-def _is_unheard_of(world: "World", key: RoundKey) -> bool:
+def _is_unknown_round(world: "World", key: RoundKey) -> bool:
     """Whether the server restarted after a round of an elastic group, and no member of that step has returned."""
     is_restarted = any(world.covers_since[key] < gone for gone, _ in world.server.outages)
     keys = (outcome.key for process in world.returned for outcome in process.outcomes)

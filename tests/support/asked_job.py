@@ -26,7 +26,7 @@ class Job:
         self.size = world_size
         self.ranks: dict[str, tuple[int, ...] | range] = {"0": range(world_size)}
         self.processes: dict[int, Process] = {}
-        self.asked: dict[int, list[tuple[float, str]]] = {member: [] for member in range(world_size)}
+        self.requests: dict[int, list[tuple[float, str]]] = {member: [] for member in range(world_size)}
         self.inboxes: dict[int, list[Message]] = {member: [] for member in range(world_size)}
         for member in range(world_size):
             self.send(register(member, world_size, **given), b"%d" % member)
@@ -47,14 +47,14 @@ class Job:
         return self.send(type(message)(message.session, message.key, attempt, message.rows), b"%d" % member)
 
     def pass_time(self, seconds: float) -> dict[int, Message]:
-        heard = {}
+        answers = {}
         for tick in range(round(seconds / TICK_SECONDS)):
             self.now += TICK_SECONDS
             if tick % 4 == 0:  # about once a second
                 self.beat()
             for peer, frame in self.attend(self.dispatcher.tick(self.now)):
-                heard[int(peer)] = decode(frame)
-        return heard
+                answers[int(peer)] = decode(frame)
+        return answers
 
     def attend(self, replies):
         """Answer stack requests, keep other messages to heartbeat sockets in `inboxes`, and return the rest."""
@@ -72,7 +72,7 @@ class Job:
 
     def answer(self, member: int, question: StackRequest) -> None:
         assert question.digest == digest(session_of(member))
-        self.asked[member].append((self.now - 100.0, question.torch_group))
+        self.requests[member].append((self.now - 100.0, question.torch_group))
         if process := self.processes.get(member):
             group = question.torch_group or process.held_in
             launched = process.launched.get(f"of_{group}")

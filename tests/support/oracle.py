@@ -60,9 +60,9 @@ def is_same(one: list[float], other: list[float]) -> bool:
 
 def is_near_the_exact_sum(rows: Sequence[list[float]], total: list[float]) -> bool:
     """Whether a sum of n finite numbers is within the rounding errors of n additions in any order."""
-    for column, got in zip(zip(*rows, strict=True), total, strict=True):
+    for column, value in zip(zip(*rows, strict=True), total, strict=True):
         size = sum(map(abs, column))
-        if math.isfinite(size) and abs(math.fsum(column) - got) > len(column) * 2**-52 * size:
+        if math.isfinite(size) and abs(math.fsum(column) - value) > len(column) * 2**-52 * size:
             return False
     return True
 
@@ -96,7 +96,7 @@ class Ledger:
             counts_match = (aggregate.replicas, aggregate.count) == (right.replicas, right.count)
             if counts_match and is_same(right.values, aggregate.values.ravel().tolist()):
                 return self._note(aggregate, choice, lives, raw)
-        return f"{aggregate.key}: got {_shown(aggregate)}, expected {right}"
+        return f"{aggregate.key}: got {_fields_of(aggregate)}, expected {right}"
 
     def _choices(
         self, contributions: dict[int, list[MemberRows]], members: Iterable[int], receiver: MemberRows
@@ -107,15 +107,15 @@ class Ledger:
 
     def _note(self, aggregate: Aggregate, choice: tuple[MemberRows, ...], lives: Lives, raw: Got) -> str:
         rows = [row.ravel().tolist() for one in choice for row in one.rows.values]
-        got = aggregate.values.ravel().tolist()
-        if aggregate.key.phase != GATHER and not is_near_the_exact_sum(rows, got):
-            return f"{aggregate.key}: {got} is far from the exact sum"
+        total = aggregate.values.ravel().tolist()
+        if aggregate.key.phase != GATHER and not is_near_the_exact_sum(rows, total):
+            return f"{aggregate.key}: {total} is far from the exact sum"
         if self._delivered.setdefault((aggregate.key, lives), raw) != raw:
             return f"{aggregate.key}: two members got different bytes"
         return ""
 
 
-def _shown(aggregate: Aggregate) -> Any:
+def _fields_of(aggregate: Aggregate) -> Any:
     return aggregate.replicas, aggregate.count, aggregate.values.ravel().tolist()
 
 

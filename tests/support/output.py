@@ -3,7 +3,7 @@
 import sys
 
 
-def say(*words: object) -> None:
+def print_line(*words: object) -> None:
     """Print and flush a line in a single write, because ranks share stdout."""
     sys.stdout.write(" ".join(map(str, words)) + "\n")
     sys.stdout.flush()

@@ -74,10 +74,10 @@ class RawPeer:
         self.socket.close()
 
     def _receive(self, size: int) -> bytes:
-        got = b""
-        while len(got) < size:
-            chunk = self.socket.recv(size - len(got))
+        data = b""
+        while len(data) < size:
+            chunk = self.socket.recv(size - len(data))
             if not chunk:
-                raise EOFError(f"expected {size} bytes, got {len(got)}")
-            got += chunk
-        return got
+                raise EOFError(f"expected {size} bytes, got {len(data)}")
+            data += chunk
+        return data

@@ -30,11 +30,11 @@ def main() -> None:
     began = time.monotonic()
     known = list(in_processes(survey, list(architectures(options.only)), options.jobs, _lost_survey))
     chosen = [one for one in known if one.layers] if options.all else smallest(known)
-    _say(f"{len(chosen)} networks with batch norm of {len(known)}, found in {time.monotonic() - began:.0f} s")
+    _print(f"{len(chosen)} networks with batch norm of {len(known)}, found in {time.monotonic() - began:.0f} s")
     if options.list:
         for one in chosen:
             who = one.architecture
-            _say(f"{who.library:<11} {who.name:<40} {one.parameters / 1e6:6.1f} M  {one.layers or one.problem}")
+            _print(f"{who.library:<11} {who.name:<40} {one.parameters / 1e6:6.1f} M  {one.layers or one.problem}")
         return
     exhibits: list[Exhibit] = []
     # Small networks first, so that an interrupted run covers most.
@@ -44,17 +44,17 @@ def main() -> None:
         exhibits += found
         missing = [one for one in missing if not _is_of(one, found)]
         for one in found:
-            _say(str(one))
+            _print(str(one))
         if time.monotonic() - began > options.minutes * 60:
             break
     wrong = [one for one in exhibits if one.problem and not one.is_unfit]
     unfit = sum(one.is_unfit for one in exhibits)
-    _say(
+    _print(
         f"{len(exhibits) - len(wrong) - unfit} agree, {len(wrong)} differ, {unfit} cannot be compared; "
         f"{time.monotonic() - began:.0f} s"
     )
     if missing:
-        _say(f"not reached: {', '.join(sorted(one.architecture.name for one in missing))}")
+        _print(f"not reached: {', '.join(sorted(one.architecture.name for one in missing))}")
     sys.exit(1 if wrong or missing or not exhibits else 0)
 
 
@@ -101,7 +101,7 @@ def _lost_exhibit(lost: Survey) -> list[Exhibit]:
     return [Exhibit(who.library, who.family, who.name, lost.layers, problem=problem)]
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)
 
 

@@ -36,7 +36,7 @@ def findings(connection: client.Connection) -> list[dict[str, object]]:
     return [finding for group in groups for finding in group.get("findings", ())]
 
 
-def say(connection: client.Connection, line: str) -> None:
+def print_line(connection: client.Connection, line: str) -> None:
     if connection.rank == 0:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
@@ -61,9 +61,9 @@ def main() -> None:
                 distributed.broadcast(is_over, 0)
                 if is_over:
                     break
-        say(connection, f"transport {connection.transport}")
+        print_line(connection, f"transport {connection.transport}")
         for finding in findings(connection):
-            say(connection, f"found {finding['kind']} of rank {finding['rank']} in layer {finding['layer']}")
+            print_line(connection, f"found {finding['kind']} of rank {finding['rank']} in layer {finding['layer']}")
         distributed.destroy_process_group()
 
 

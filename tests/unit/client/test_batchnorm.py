@@ -123,11 +123,11 @@ def test_mean_and_variance_go_to_the_running_statistics_in_one_copy(monkeypatch)
     layer = client.SynchronizedBatchNorm1d(2)
     copies = []
 
-    def noted(*given):
+    def record(*given):
         copies.append(given)
         return to_compute_type(*given)
 
-    monkeypatch.setattr(running_stats, "to_compute_type", noted)
+    monkeypatch.setattr(running_stats, "to_compute_type", record)
     batch = engine.moments(torch.randn(8, 2))
     running_stats.update_from(layer, batch)
     ((to, *vectors),) = copies

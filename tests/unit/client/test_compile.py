@@ -186,7 +186,7 @@ def test_the_first_call_of_a_layer_in_the_local_group_compiles_into_one_graph(mo
     monkeypatch.delenv("GROUP_RANK", raising=False)
     layer = client.convert_model(nn.BatchNorm1d(3), group="local")
     x = torch.randn(4, 3)
-    with MemoryMaster().connect(0, 1) as opened:
-        monkeypatch.setattr(current, "_current", opened)
+    with MemoryMaster().connect(0, 1) as open_connection:
+        monkeypatch.setattr(current, "_current", open_connection)
         found = torch.compile(layer, fullgraph=True, backend=TRACE)(x)
     assert torch.equal(found, nn.BatchNorm1d(3)(x))

@@ -108,9 +108,9 @@ def test_every_kind_is_converted_in_nested_containers_and_nothing_else():
 
 def test_a_load_state_dict_pre_hook_receives_the_converted_or_reverted_module():
     """Torch keeps a weak reference to the hook's module, and the converted model does not keep the old module."""
-    seen = []
+    modules = []
     holder = nn.Sequential(nn.DataParallel(nn.BatchNorm1d(3)))
-    holder[0].register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    holder[0].register_load_state_dict_pre_hook(lambda module, *_: modules.append(module))
     old = weakref.ref(holder[0])
     converted = client.convert_model(holder)
     gc.collect()
@@ -118,7 +118,7 @@ def test_a_load_state_dict_pre_hook_receives_the_converted_or_reverted_module():
     converted.load_state_dict(converted.state_dict())
     reverted = client.revert_model(copy.deepcopy(converted))
     reverted.load_state_dict(converted.state_dict())
-    assert seen == [converted[0], reverted[0]]
+    assert modules == [converted[0], reverted[0]]
 
 
 @pytest.mark.parametrize("wrap", [lambda layer: layer, nn.DataParallel], ids=["bare", "wrapped"])

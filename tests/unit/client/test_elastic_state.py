@@ -176,11 +176,11 @@ def test_a_member_that_connects_anew_with_its_state_is_a_newcomer():
             return state.seen, list(state.sampler)
 
     with own_connections():
-        (change, *kept), taken = in_threads([lambda: member(0), lambda: member(1)])
+        (change, *first), second = in_threads([lambda: member(0), lambda: member(1)])
     assert type(change) is MembersChanged
     assert (change.lost, change.joined) == ([1], [1])
-    assert kept == [[], [0, 2]]
-    assert taken == ([], [1, 3])
+    assert first == [[], [0, 2]]
+    assert second == ([], [1, 3])
 
 
 def test_members_that_commit_at_different_places_get_an_error(together):

@@ -224,11 +224,11 @@ def test_threads_of_one_member_determine_the_hosts_group_in_one_round(monkeypatc
     of_machines(monkeypatch, {0: "one", 1: "one"})
 
     def program(connection):
-        begun = threading.Barrier(2)
+        barrier = threading.Barrier(2)
         monkeypatch.setattr(connection, "_host_group_lock", SlowlyLeft())
 
         def ask() -> Group:
-            begun.wait(20)
+            barrier.wait(20)
             return connection.group("local")
 
         return in_threads([ask, ask])

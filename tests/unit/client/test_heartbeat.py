@@ -219,9 +219,9 @@ def test_the_failure_of_this_job_is_received_and_that_of_another_job_ignored(bea
     failures = [Failure("replica_lost", "not ours", others), Failure("replica_lost", "ours", fields)]
     beacon.incoming = [encode(message) for message in failures]
     heartbeat.wake()
-    heard = broken_job.wait_for_cause(20.0)
+    cause = broken_job.wait_for_cause(20.0)
     heartbeat.stop()
-    assert str(heard) == "ours"
+    assert str(cause) == "ours"
 
 
 # Over ZeroMQ.
@@ -285,14 +285,14 @@ def test_answers_and_probes_do_not_pile_up_at_a_beacon(context, tmp_path):
         for _ in range(100):
             router.send_multipart([peer, b"probe"])
         wait_until(lambda: bool(beacon._socket.poll(10)))
-        read: list[bytes] = []
+        frames: list[bytes] = []
 
         def nothing_comes_any_more():
-            read.extend(beacon.received())
+            frames.extend(beacon.received())
             return not (beacon.wait(0.1) or beacon._socket.poll(50))
 
         wait_until(nothing_comes_any_more)
-        assert read == [b"probe"] * 100
+        assert frames == [b"probe"] * 100
     beacon.close()
 
 
@@ -352,7 +352,7 @@ def test_a_script_that_never_closes_still_ends(server, job, how):
 def test_a_session_reports_a_change_of_transport_at_once():
     scheduler, session = HeartbeatScheduler(), a_session()
 
-    def said() -> list[str]:
+    def transports_due() -> list[str]:
         session.last_sent = now = time.monotonic()
         due = scheduler.sessions_due(now, [session])
         transports = [decode(one.heartbeat()).transport for one in due]
@@ -360,11 +360,11 @@ def test_a_session_reports_a_change_of_transport_at_once():
             scheduler.mark_sent(one)
         return transports
 
-    assert [said(), said()] == [[""], []]
+    assert [transports_due(), transports_due()] == [[""], []]
     session.transport.fall_back("on purpose")
-    assert [said(), said()] == [["server"], []]
+    assert [transports_due(), transports_due()] == [["server"], []]
     scheduler.on_reconnected()
-    assert [said(), said()] == [["server"], []]
+    assert [transports_due(), transports_due()] == [["server"], []]
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_a_session_reports_a_change_of_transport_at_once():
 )
 def test_a_member_in_memory_sends_heartbeats_although_it_sends_messages(memory, beats):
     """Only heartbeats report its waits in shared memory to the server."""
-    scheduler, session, now, sent = HeartbeatScheduler(), a_session(), 100.0, 0
+    scheduler, session, now, count = HeartbeatScheduler(), a_session(), 100.0, 0
     session.transport.memory = memory
     for one in scheduler.sessions_due(now, [session]):
         scheduler.mark_sent(one)
@@ -383,8 +383,8 @@ def test_a_member_in_memory_sends_heartbeats_although_it_sends_messages(memory, 
         assert scheduler.seconds_until_due(now, [session]) == pytest.approx(left)
         for one in scheduler.sessions_due(now, [session]):
             scheduler.mark_sent(one)
-            sent += 1
-    assert sent == beats
+            count += 1
+    assert count == beats
 
 
 @pytest.mark.parametrize(("is_in_memory", "times"), [(True, 1), (False, 0)])
@@ -421,7 +421,7 @@ def test_a_rank_with_unanswered_messages_is_warned_too(start, beacon, monkeypatc
     wait_until(is_warned)
 
 
-def opened(session):
+def open_session(session):
     session.registered(encode(Registered(digest(session.member_token), b"server-0", 0, 0, 0, Members.of([0, 1]))))
     return session
 
@@ -431,12 +431,12 @@ def test_a_job_that_has_been_open_for_a_minute_without_a_layer_is_reported_unuse
     scheduler, session = HeartbeatScheduler(), a_session()
     session.forward_key("hello", GATHER)
     assert not any(scheduler.is_unused(float(now), [session]) for now in range(300))
-    opened(session)
+    open_session(session)
     assert [now for now in range(300, 600) if scheduler.is_unused(float(now), [session])] == [360]
 
 
 def test_a_job_in_which_a_layer_has_begun_a_round_is_not_unused_though_it_waits():
-    scheduler, first, second = HeartbeatScheduler(), opened(a_session()), opened(a_session(b"session1"))
+    scheduler, first, second = HeartbeatScheduler(), open_session(a_session()), open_session(a_session(b"session1"))
     assert not scheduler.is_unused(0.0, [first])
     second.forward_key("bn", FORWARD)
     assert not any(scheduler.is_unused(float(now), [first, second]) for now in range(300))
@@ -445,18 +445,18 @@ def test_a_job_in_which_a_layer_has_begun_a_round_is_not_unused_though_it_waits(
 def test_a_rank_whose_model_was_not_converted_is_warned_once(server, job, monkeypatch, caplog):
     monkeypatch.setattr(heartbeats_module, "UNUSED_SECONDS", 0.1)
 
-    def warned():
+    def unused_warnings():
         return [text for text in caplog.messages if "no layer was synchronised" in text]
 
     def train(rank):
         who = Member(job, "world", 0, rank, 2, 30.0, "here")
         with Connection(ZmqChannelPool(server.endpoint), who):
-            wait_until(lambda: len(warned()) == 2)
+            wait_until(lambda: len(unused_warnings()) == 2)
 
     in_threads([partial(train, rank) for rank in range(2)])
-    assert [f"rank {rank} of 2: " in text for rank, text in enumerate(sorted(warned()))] == [True, True]
+    assert [f"rank {rank} of 2: " in text for rank, text in enumerate(sorted(unused_warnings()))] == [True, True]
     expected = "no layer was synchronised in the first 60 s; check that client.convert_model() was called"
-    assert all(expected in text for text in warned())
+    assert all(expected in text for text in unused_warnings())
 
 
 def test_a_session_unknown_to_a_new_master_sends_a_heartbeat_at_once():

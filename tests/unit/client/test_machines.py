@@ -159,10 +159,10 @@ def test_waiting_for_an_incomplete_group_ends_at_the_deadline(registration):
 
 def test_a_number_that_is_still_taken_is_requested_again_briefly(registration):
     registration.begin(BEGAN)
-    taken = encode(Failure("duplicate_member", "taken", {}))
-    frames, due, _ = registration.step(BEGAN + 0.1, taken)
+    refusal = encode(Failure("duplicate_member", "taken", {}))
+    frames, due, _ = registration.step(BEGAN + 0.1, refusal)
     assert not frames
     (frame,), *_ = registration.step(due, None)
     assert isinstance(decode(frame), Register)
     with pytest.raises(DuplicateMember):
-        registration.step(BEGAN + DUPLICATE_SECONDS, taken)
+        registration.step(BEGAN + DUPLICATE_SECONDS, refusal)

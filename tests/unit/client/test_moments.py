@@ -116,11 +116,11 @@ def test_compiled_code_updates_running_moments_as_eager_code_does():
     statistics = client.RunningMoments((3, 2))
 
     @torch.compile(backend="eager")
-    def seen(x):
+    def evaluate(x):
         statistics.update(x)
         return statistics(x) * client.moments(x).var
 
-    torch.testing.assert_close(seen(X), statistics(X) * X.var(0))
+    torch.testing.assert_close(evaluate(X), statistics(X) * X.var(0))
     assert statistics.count == len(X)
 
 

@@ -119,7 +119,7 @@ def check_synchronised(whole, converted, given=torch.clone):
 
 
 @pytest.fixture
-def handed(monkeypatch):
+def layers(monkeypatch):
     found, normalise = [], client.SynchronizedBatchNorm._normalise
     monkeypatch.setattr(
         client.SynchronizedBatchNorm,
@@ -176,15 +176,15 @@ def _child(layer):
 
 
 @pytest.mark.parametrize("change", [_hook, _child])
-def test_calls_by_submodules_and_hooks_with_the_layers_tensors_are_synchronised(change, handed):
+def test_calls_by_submodules_and_hooks_with_the_layers_tensors_are_synchronised(change, layers):
     converted = client.convert_model(LikeTimms())
     change(converted)
     converted(batch())
-    assert handed == [converted] * 2
+    assert layers == [converted] * 2
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-def test_a_parametrization_may_run_another_layer(is_training, handed):
+def test_a_parametrization_may_run_another_layer(is_training, layers):
     outer, inner = client.convert_model(Plain()), client.convert_model(LikeTimms()).train(is_training)
 
     class Normalised(nn.Module):
@@ -192,9 +192,9 @@ def test_a_parametrization_may_run_another_layer(is_training, handed):
             return inner(weight.expand(2, -1).reshape(2, -1, 1, 1)).mean((0, 2, 3)) + weight
 
     nn.utils.parametrize.register_parametrization(outer, "weight", Normalised())
-    handed.clear()
+    layers.clear()
     outer(batch())
-    assert handed == ([inner, outer] if is_training else [outer])
+    assert layers == ([inner, outer] if is_training else [outer])
     assert _get_current_function_mode() is None
 
 
@@ -211,11 +211,11 @@ class OnceBefore(BaseTorchFunctionMode):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def test_a_mode_of_the_users_may_run_another_layer(handed):
+def test_a_mode_of_the_users_may_run_another_layer(layers):
     outer, inner = client.convert_model(LikeTimms()), client.convert_model(LikeTimms())
     with OnceBefore(lambda: inner(batch(1))):
         outer(batch())
-    assert handed == [inner, outer]
+    assert layers == [inner, outer]
 
 
 def test_a_call_that_raises_leaves_nothing_behind():
@@ -232,12 +232,12 @@ class BothWays(Plain):
         return normalised(self, x) + nn.BatchNorm2d.forward(self, x) + super(Plain, self).forward(x.sin())
 
 
-def test_a_call_by_all_ways_leaves_nothing_behind(handed):
+def test_a_call_by_all_ways_leaves_nothing_behind(layers):
     layer = client.convert_model(BothWays())
     before = set(vars(layer))
     layer(batch())
     assert set(vars(layer)) == before
-    assert handed == [layer] * 3
+    assert layers == [layer] * 3
 
 
 @pytest.mark.parametrize("kind", [LikeTimms, Below, BothWays])
@@ -282,7 +282,7 @@ def test_a_wrong_argument_is_a_type_error():
         client.convert_model(Wrong())(batch())
 
 
-def test_a_graph_that_breaks_in_a_forward_stays_synchronised(handed):
+def test_a_graph_that_breaks_in_a_forward_stays_synchronised(layers):
     class Breaking(LikeTimms):
         def forward(self, x):
             torch._dynamo.graph_break()
@@ -294,10 +294,10 @@ def test_a_graph_that_breaks_in_a_forward_stays_synchronised(handed):
     compiled = torch.compile(converted, backend="aot_eager")
     with torch.no_grad():  # with gradients torch itself warns
         torch.testing.assert_close(compiled(batch()), whole(batch()))
-    assert handed
+    assert layers
 
 
-def test_a_forward_that_torch_compile_was_told_to_leave_out_stays_synchronised(handed):
+def test_a_forward_that_torch_compile_was_told_to_leave_out_stays_synchronised(layers):
     whole, converted = pair(Plain)
     # A copy, since torch marks the function and its code for good; torch 2.6 takes no bound method.
     left_out = torch._dynamo.disable(_copy(type(converted).forward), recursive=False)
@@ -305,7 +305,7 @@ def test_a_forward_that_torch_compile_was_told_to_leave_out_stays_synchronised(h
     with torch.no_grad():  # with gradients torch itself warns
         for seed in range(3):
             torch.testing.assert_close(compiled(batch(seed)), whole(batch(seed)).sin())
-    assert handed
+    assert layers
     assert not converted._bypassed
 
 

@@ -88,11 +88,11 @@ def test_more_channels_than_a_message_carries_take_several_messages(monkeypatch)
     """The model has 4 + 3 channels, and a message of 6 ends within the second layer."""
     expected = as_one_process(SIZES)
     loader = [batch for of_member in programs.batches(SIZES) for batch in of_member]
-    sent = []
+    widths = []
 
     class CountingPipe(LocalPipe):
         def run_slave(self, contribution, key=None, **named):
-            sent.append(contribution.values.shape[2])
+            widths.append(contribution.values.shape[2])
             return super().run_slave(contribution, key, **named)
 
     monkeypatch.setattr(recalibration, "transport_for", lambda layer, _: CountingPipe(layer))
@@ -100,8 +100,8 @@ def test_more_channels_than_a_message_carries_take_several_messages(monkeypatch)
         monkeypatch.setattr(limits, "MAX_CHANNELS", channels)
         network = programs.model()
         client.recalibrate(network, loader)
-        assert sent == parts
-        sent.clear()
+        assert widths == parts
+        widths.clear()
         close(statistics(network), expected)
 
 
@@ -266,9 +266,9 @@ def test_an_impossible_number_of_batches_is_refused(num_batches, kind, expected)
 
 
 def test_progress_is_called_for_every_batch():
-    heard = []
-    client.recalibrate(layer(), [samples(4)] * 3, progress=heard.append)
-    assert heard == [1, 2, 3]
+    counts = []
+    client.recalibrate(layer(), [samples(4)] * 3, progress=counts.append)
+    assert counts == [1, 2, 3]
 
 
 def test_zero_batches_are_an_error_on_every_member(members):
@@ -369,15 +369,15 @@ def test_a_lazy_layer_is_refused_until_it_knows_its_channels():
 
 
 def test_only_the_batches_count_despite_other_calls_of_the_model():
-    bn, seen = layer().eval(), []
+    bn, outputs = layer().eval(), []
 
     def loader():
         bn(samples(9, seed=9))
         yield samples(4)
 
-    client.recalibrate(bn, loader(), progress=lambda _: seen.append(bn(samples(9, seed=9)).detach()))
+    client.recalibrate(bn, loader(), progress=lambda _: outputs.append(bn(samples(9, seed=9)).detach()))
     assert_population(bn, samples(4))
-    torch.testing.assert_close(seen[0], layer().eval()(samples(9, seed=9)).detach())
+    torch.testing.assert_close(outputs[0], layer().eval()(samples(9, seed=9)).detach())
 
 
 def test_a_copy_made_meanwhile_is_not_measured():

@@ -30,8 +30,8 @@ def test_it_registers_with_its_identity(session):
 
 def test_in_a_group_it_keeps_its_number_in_the_job():
     session = Session(TOKEN, Member("job", "pair", 2, 7, 2, 600.0, "here"))
-    asked = decode(session.register())
-    assert (asked.group, asked.member, asked.world_size) == ("pair", 7, 2)
+    message = decode(session.register())
+    assert (message.group, message.member, message.world_size) == ("pair", 7, 2)
     assert session.forward_key("a").group == "pair"
 
 
@@ -75,10 +75,10 @@ def test_a_step_also_begins_after_a_backward_round_of_an_earlier_step(session):
 def test_a_contribution_carries_its_session_and_rows(session):
     rows = Rows((3,), np.arange(4.0).reshape(1, 2, 2))
     key = session.forward_key("a")
-    sent = decode(session.contribution(key, rows))
-    assert isinstance(sent, Contribution)
-    assert (sent.session, sent.key, sent.attempt, sent.rows.counts) == (TOKEN, key, 0, (3,))
-    assert sent.rows.values.tobytes() == rows.values.tobytes()
+    message = decode(session.contribution(key, rows))
+    assert isinstance(message, Contribution)
+    assert (message.session, message.key, message.attempt, message.rows.counts) == (TOKEN, key, 0, (3,))
+    assert message.rows.values.tobytes() == rows.values.tobytes()
 
 
 def test_it_accepts_only_the_aggregate_of_its_round(session):
@@ -117,18 +117,18 @@ def test_a_failure_of_no_round_concerns_every_waiting_session(session):
         session.answer(session.forward_key("a"), encode(Failure("mismatch", "no", {})))
 
 
-def opened(first_step=0):
+def registered(first_step=0):
     return encode(Registered(digest(TOKEN), b"server-0", 2, first_step, 0, Members.of(range(3))))
 
 
 @pytest.mark.parametrize("is_said_in_the_round", [True, False])
 def test_a_session_accepted_again_at_a_later_step_waits_for_no_earlier_round(session, is_said_in_the_round):
-    session.on_unsolicited(opened())
+    session.on_unsolicited(registered())
     key = session.forward_key("a")
     if not is_said_in_the_round:
-        session.on_unsolicited(opened(first_step=5))
+        session.on_unsolicited(registered(first_step=5))
     with pytest.raises(ReplicaLost, match="rank 1 was declared lost, and rejoined at step 5"):
-        session.answer(key, opened(first_step=5))
+        session.answer(key, registered(first_step=5))
     assert session.forward_key("a").step == 5
 
 
@@ -138,7 +138,7 @@ def refusal(**others):
 
 
 def test_a_session_that_knows_of_its_double_accepts_no_answer_and_registers_nowhere(session):
-    session.on_unsolicited(opened())
+    session.on_unsolicited(registered())
     unknown = encode(Failure("unknown_session", "who?", {"digest": digest(TOKEN).hex()}))
     assert session.on_unsolicited(unknown) == session.resync_frames()
     assert session.on_unsolicited(refusal()) == []
@@ -150,18 +150,18 @@ def test_a_session_that_knows_of_its_double_accepts_no_answer_and_registers_nowh
 
 
 def test_a_session_that_learnt_of_its_double_in_a_round_accepts_no_later_answer(session):
-    session.on_unsolicited(opened())
+    session.on_unsolicited(registered())
     key = session.forward_key("a")
     frame = encode(Aggregate(key, 2, 6, Members.of(range(3)), np.ones((2, 2))))
-    for said in (refusal(), frame):
+    for reply in (refusal(), frame):
         with pytest.raises(DuplicateMember, match="there is a rank 1 already"):
-            session.answer(key, said)
+            session.answer(key, reply)
     assert session.on_unsolicited(encode(Failure("unknown_session", "who?", {"digest": digest(TOKEN).hex()}))) == []
 
 
 @pytest.mark.parametrize("others", [{"job": "other"}, {"group": "pair"}, {"member": 2}, {}])
 def test_a_refusal_of_another_session_or_before_the_opening_does_not_affect_a_session(session, others):
-    frames = [opened(), refusal(**others)]
+    frames = [registered(), refusal(**others)]
     for frame in frames if others else reversed(frames):
         session.on_unsolicited(frame)
     key = session.forward_key("a")

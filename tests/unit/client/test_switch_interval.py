@@ -37,17 +37,17 @@ def fresh(monkeypatch):
 def test_a_round_has_the_short_interval_and_leaves_the_usual_one(usual, monkeypatch):
     master = MemoryMaster()
     receive = master.channel_pool._receive
-    seen = []
+    intervals = []
 
     def watch(peer, frame):
-        seen.append(sys.getswitchinterval())
+        intervals.append(sys.getswitchinterval())
         return receive(peer, frame)
 
     monkeypatch.setattr(master.channel_pool, "_receive", watch)
     with master.connect(0, 1) as connection:
         SlavePipe(connection, "bn").run_slave(Rows((1,), np.ones((1, 2, 3))))
         assert sys.getswitchinterval() == usual
-    registration, contribution, goodbye = seen
+    registration, contribution, goodbye = intervals
     assert (registration, contribution, goodbye) == (usual, SHORT, usual)
 
 

@@ -41,10 +41,10 @@ def failing_round(monkeypatch, *, after: int = 0) -> nn.Module:
 
 @pytest.fixture
 def connected(monkeypatch):
-    with MemoryMaster().connect(0, 1) as opened:
+    with MemoryMaster().connect(0, 1) as open_connection:
         monkeypatch.setattr(connection.Connection, "is_alone", lambda *_: False)
-        monkeypatch.setattr(connection, "_current", opened)
-        yield opened
+        monkeypatch.setattr(connection, "_current", open_connection)
+        yield open_connection
 
 
 @pytest.mark.usefixtures("connected")
@@ -101,8 +101,8 @@ def test_a_bad_endpoint_has_no_context():
     with pytest.raises(ConfigurationError) as caught:
         client.connect("nonsense", rank=0, world_size=1)
     assert len(ours(caught.value)) == 1
-    shown = "".join(traceback.format_exception(caught.value))
-    assert "deque" not in shown
+    text = "".join(traceback.format_exception(caught.value))
+    assert "deque" not in text
     with pytest.raises(ConfigurationError) as caught:
         ZmqChannelPool("nonsense")
     assert not isinstance(caught.value.__context__, IndexError)

@@ -300,10 +300,10 @@ def test_the_result_of_a_registered_conversion_stays_unchanged():
 
 @pytest.mark.usefixtures("conversions")
 def test_a_registered_conversion_may_call_ours():
-    asked = []
-    client.register_conversion(nn.BatchNorm2d, lambda layer: asked.append(layer) or client.convert_model(layer))
+    layers = []
+    client.register_conversion(nn.BatchNorm2d, lambda layer: layers.append(layer) or client.convert_model(layer))
     model = client.convert_model(nn.Sequential(nn.BatchNorm2d(CHANNELS)))
-    assert asked == [model[0]]
+    assert layers == [model[0]]
     assert type(model[0]) is client.SynchronizedBatchNorm2d
 
 

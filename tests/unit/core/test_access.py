@@ -183,30 +183,30 @@ def test_no_frame_and_no_line_of_the_log_holds_a_token(caplog):
     caplog.set_level("DEBUG")
     dispatcher, replies = Dispatcher(b"server-0", 0.0), []
 
-    def say(now, message, peer=b"peer"):
+    def send(now, message, peer=b"peer"):
         replies.extend(dispatcher.receive(now, peer, encode(message)).replies)
 
     for member in range(2):
-        say(0.0, register(member))
-    say(0.1, register(1, session=TOKENS[0]))  # one session as two members
-    say(0.1, register(2, world_size=3))
-    say(0.1, register(1, session=TOKENS[2]))  # two sessions as one member
-    say(0.2, contribution(0))
-    say(0.2, replace(contribution(0), attempt=1))
-    say(0.2, contribution(0, 7.0))
-    say(0.2, contribution(2))
-    say(0.2, Heartbeat(TOKENS[2]))
-    say(0.3, StatusRequest())
+        send(0.0, register(member))
+    send(0.1, register(1, session=TOKENS[0]))  # one session as two members
+    send(0.1, register(2, world_size=3))
+    send(0.1, register(1, session=TOKENS[2]))  # two sessions as one member
+    send(0.2, contribution(0))
+    send(0.2, replace(contribution(0), attempt=1))
+    send(0.2, contribution(0, 7.0))
+    send(0.2, contribution(2))
+    send(0.2, Heartbeat(TOKENS[2]))
+    send(0.3, StatusRequest())
     replies += dispatcher.probes(1.0)
-    say(0.4, Leave(TOKENS[1], "ValueError: wrong"))
-    say(0.5, contribution(1))
-    say(0.5, register(1))
+    send(0.4, Leave(TOKENS[1], "ValueError: wrong"))
+    send(0.5, contribution(1))
+    send(0.5, register(1))
     replies += dispatcher.tick(60.0) + dispatcher.shutdown_notices() + dispatcher.stop()
     frames = [frame for _, frame in replies]
     codes = {answer.code for answer in map(decode, frames) if isinstance(answer, Failure)}
     assert {"protocol", "world_size", "duplicate_member", "conflict", "unknown_session", "refused"} <= codes
-    written = b"\0".join([*frames, caplog.text.encode()])
-    assert [token for token in TOKENS if token in written or token.hex().encode() in written] == []
+    data = b"\0".join([*frames, caplog.text.encode()])
+    assert [token for token in TOKENS if token in data or token.hex().encode() in data] == []
 
 
 def test_the_receiver_of_a_members_answers_cannot_act_as_that_member():
@@ -214,8 +214,8 @@ def test_the_receiver_of_a_members_answers_cannot_act_as_that_member():
     dispatcher = Dispatcher(b"server-0", 0.0)
     dispatcher.receive(0.0, b"stolen", encode(register(0)))
     answers = dict(dispatcher.receive(0.0, b"one", encode(register(1))).replies)
-    overheard = decode(answers[b"stolen"])
-    assert isinstance(overheard, Registered)
+    answer = decode(answers[b"stolen"])
+    assert isinstance(answer, Registered)
     for eight in re.findall(b"(?=(.{8}))", answers[b"stolen"], re.DOTALL):
         for forged in (contribution(0, session=eight), Heartbeat(eight)):
             ((_, refusal),) = dispatcher.receive(0.1, b"stolen", encode(forged)).replies

@@ -88,10 +88,10 @@ def test_an_invalid_log_level_from_the_environment_is_refused_with_the_valid_one
 def test_a_bad_log_level_in_the_environment_is_a_usage_error(monkeypatch, capsys):
     monkeypatch.setenv("STATSD_BN_LOG_LEVEL", "loud")
     assert main([]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert "loud" in said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert "loud" in output.err
 
 
 @pytest.mark.parametrize(

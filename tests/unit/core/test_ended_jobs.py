@@ -52,8 +52,8 @@ def test_a_broken_job_is_reported_with_the_reason(play):
 def test_a_job_that_one_rank_left_too_early_is_reported_with_that_rank(play, leaves_first):
     for member in range(2):
         play.send(register(member, 2), "job", member)
-    said = [(contribution(1, 1.0), 1), (Leave(session_of(0), ""), 0)]
-    for message, member in reversed(said) if leaves_first else said:
+    messages = [(contribution(1, 1.0), 1), (Leave(session_of(0), ""), 0)]
+    for message, member in reversed(messages) if leaves_first else messages:
         play.send(message, "job", member)
     play.send(Leave(session_of(1), ""), "job", 1)
     (job,) = play.ended()

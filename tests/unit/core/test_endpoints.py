@@ -245,14 +245,14 @@ def test_a_folder_of_another_user_is_refused_by_server_and_client(environ):
 
 
 @pytest.mark.parametrize(
-    "look", [lambda: command.main(["check"]), lambda: client.connect(rank=0, world_size=1, policy="elastic").close()]
+    "call", [lambda: command.main(["check"]), lambda: client.connect(rank=0, world_size=1, policy="elastic").close()]
 )
-def test_a_server_that_has_only_just_been_started_is_found(environ, tmp_path, monkeypatch, look):
+def test_a_server_that_has_only_just_been_started_is_found(environ, tmp_path, monkeypatch, call):
     for module in (status, connect):
         monkeypatch.setattr(module, "FIND_SECONDS", 60.0)
     variables = {**environ, "PYTHONPATH": str(ROOT)}
     with Launched([sys.executable, "-m", "server"], variables, tmp_path / "errors"):
-        assert not look()
+        assert not call()
 
 
 def test_a_missing_server_of_this_user_is_reported(environ, capsys, monkeypatch):

@@ -57,9 +57,9 @@ def test_a_key_of_other_jobs_gets_no_figures(play):
     assert (answer.total, answer.names, answer.values.size) == (0, [], 0)
 
 
-@pytest.mark.parametrize("asked", [{}, {"job": "a-nother"}, {"group": "pair"}], ids=str)
-def test_a_group_without_figures_and_an_unknown_group_give_an_empty_answer(play, asked):
-    answer = play.ask(**asked)
+@pytest.mark.parametrize("query", [{}, {"job": "a-nother"}, {"group": "pair"}], ids=str)
+def test_a_group_without_figures_and_an_unknown_group_give_an_empty_answer(play, query):
+    answer = play.ask(**query)
     assert isinstance(answer, Figures)
     assert (answer.total, answer.names) == (0, [])
 

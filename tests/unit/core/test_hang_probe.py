@@ -23,7 +23,7 @@ def test_nobody_is_asked_while_nobody_waits_for_a_second():
         job.pass_time(0.75)
         job.contribute(1, key(step=step))
     job.pass_time(1.75)
-    assert job.asked == {0: [], 1: []}
+    assert job.requests == {0: [], 1: []}
 
 
 def test_a_late_member_is_asked_after_a_second_and_then_at_doubling_intervals():
@@ -31,9 +31,9 @@ def test_a_late_member_is_asked_after_a_second_and_then_at_doubling_intervals():
     job.processes[1] = job.processes[2] = Process(LINE)
     job.contribute(0)
     job.pass_time(40.0)
-    assert job.asked[0] == [], "rank 0 waits for the others"
-    assert [round(when) for when, _ in job.asked[1]] == [1, 2, 4, 8, 16, 32]
-    assert job.asked[2] == job.asked[1]
+    assert job.requests[0] == [], "rank 0 waits for the others"
+    assert [round(when) for when, _ in job.requests[1]] == [1, 2, 4, 8, 16, 32]
+    assert job.requests[2] == job.requests[1]
 
 
 def test_the_answer_of_a_late_member_reaches_waiting_members_and_the_status():
@@ -103,7 +103,7 @@ def test_a_thousand_stack_requests_keep_no_more_data():
         contributor.stack_sample.due = job.now
         job.processes[1] = Process(f"train.py:{number} f", held_in="0", of_0=number)
         job.pass_time(TICK_SECONDS)
-    assert len(job.asked[1]) > 1000
+    assert len(job.requests[1]) > 1000
     assert len(contributor.stack_sample.launched) == 1
     assert len(job.dispatcher._hang_probe._sampled) <= 2
 
@@ -133,18 +133,18 @@ def test_a_rank_after_a_pass_and_a_rank_in_a_collective_are_reported_within_5_se
     for text in (failures[0].message, job.inboxes[1][0].message):
         assert "rank 0 (place 0)  waits 2.5 s  for all ranks to leave client.join\n" in text
         assert "rank 1 (place 1)  waits 1.5 s  in a collective of torch\n" in text
-    asked = deepcopy(job.asked)
+    requests = deepcopy(job.requests)
     job.pass_time(20.0)
-    assert job.asked == asked, "no rank waits any more"
+    assert job.requests == requests, "no rank waits any more"
 
 
 def test_an_awaited_rank_after_a_pass_is_asked_after_a_second():
     job = Job(3)
     job.send(register(1, 3, participation=Participation.REJOINING.value), b"1")
     job.pass_time(10.0)
-    assert [round(when) for when, _ in job.asked[0]] == [1, 2, 4, 8]
-    assert job.asked[1] == []
-    assert job.asked[2] == job.asked[0]
+    assert [round(when) for when, _ in job.requests[0]] == [1, 2, 4, 8]
+    assert job.requests[1] == []
+    assert job.requests[2] == job.requests[0]
 
 
 def test_a_rank_in_a_round_and_a_rank_in_a_collective_are_reported_within_5_seconds():

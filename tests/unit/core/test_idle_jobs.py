@@ -37,10 +37,10 @@ def members_with_mismatch(job: Job) -> set[int]:
 def test_the_members_of_a_job_without_a_round_are_asked_where_they_are():
     job = quiet()
     job.pass_time(40.0)
-    first, *later = [when for when, _ in job.asked[0]]
+    first, *later = [when for when, _ in job.requests[0]]
     assert NO_ROUND_SECONDS <= first <= NO_ROUND_SECONDS + TICK_SECONDS
     assert [round(when - first) for when in later] == [1, 3, 7, 15, 23, 31]
-    assert job.asked[1] == job.asked[0]
+    assert job.requests[1] == job.requests[0]
     assert later[-1] - later[-2] == QUIET_ASKED_AT_MOST
 
 
@@ -56,7 +56,7 @@ def test_members_of_other_jobs_are_not_asked(way):
         job.pass_time(1.0)
         if way == "a heartbeat of another step":
             break
-    first = [asked[0][0] for asked in job.asked.values() if asked]
+    first = [requests[0][0] for requests in job.requests.values() if requests]
     assert first == []
 
 
@@ -65,7 +65,7 @@ def test_rounds_in_shared_memory_end_the_stack_requests_too():
     for rounds in range(1, 20):
         job.handle(Heartbeat(session_of(0), 3, rounds), b"beacon 0")
         job.pass_time(1.0)
-    assert job.asked[0] == []
+    assert job.requests[0] == []
 
 
 def test_answers_of_a_quiet_job_are_forgotten_when_a_round_begins():
@@ -130,9 +130,9 @@ def test_a_deadlock_in_collectives_is_reported_once_until_another_round():
     job.processes = {0: held(BARRIER, 12), 1: held(BUFFERS, 12)}
     job.pass_time(60.0)
     assert members_with_mismatch(job) == {0, 1}
-    asked = len(job.asked[0])
+    count = len(job.requests[0])
     job.pass_time(60.0)
-    assert len(job.asked[0]) == asked
+    assert len(job.requests[0]) == count
     for member in (0, 1):
         job.contribute(member, key(step=4))
     job.pass_time(REPORT_SECONDS)

@@ -34,9 +34,9 @@ def mode(path: Path) -> int:
 
 def test_a_new_folder_gets_the_servers_pair_and_a_clients(tmp_path):
     folder = tmp_path / "keys"
-    written = generate(folder)
+    paths = generate(folder)
     expected = {"server.key", "server.key_secret", "clients/client.key", "secrets/client.key_secret"}
-    assert files(folder) == expected == {str(path.relative_to(folder)) for path in written}
+    assert files(folder) == expected == {str(path.relative_to(folder)) for path in paths}
 
 
 def test_files_and_folders_are_private_whatever_the_umask(tmp_path):
@@ -64,8 +64,8 @@ def test_written_keys_match_after_reading(tmp_path):
 
 def test_every_key_is_different(tmp_path):
     generate(tmp_path, ["a", "b"])
-    written = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
-    found = re.findall(r'"(.{40})"', written)
+    text = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    found = re.findall(r'"(.{40})"', text)
     # The server's public key is in four files, a client's in two.
     assert len(found) == 11
     assert len(set(found)) == 6
@@ -109,10 +109,10 @@ def test_each_secret_of_a_job_is_new_private_and_never_overwritten(tmp_path, cap
     secrets = [(tmp_path / name).read_text() for name in ("a", "b")]
     assert len(set(secrets)) == 2
     assert [mode(tmp_path / name) for name in ("a", "b")] == [0o600, 0o600]
-    said = capsys.readouterr()
-    assert said.out == f"wrote {tmp_path}/a\nwrote {tmp_path}/b\n"
-    assert "found" in said.err
-    assert not [one for one in secrets if one.strip() in said.out + said.err]
+    output = capsys.readouterr()
+    assert output.out == f"wrote {tmp_path}/a\nwrote {tmp_path}/b\n"
+    assert "found" in output.err
+    assert not [one for one in secrets if one.strip() in output.out + output.err]
 
 
 @pytest.mark.parametrize("folder_mode", [0o775, 0o1777])
@@ -205,10 +205,10 @@ def test_an_invalid_key_file_is_refused_at_once(tmp_path, kind):
 
 def test_the_command_names_the_files_and_no_key(tmp_path, capsys):
     assert main(["keygen", str(tmp_path), "--client", "alice", "--client", "bob", "--jobs", "a-*"]) == 0
-    said = capsys.readouterr()
-    assert said.out.count("wrote ") == 6
+    output = capsys.readouterr()
+    assert output.out.count("wrote ") == 6
     made = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
-    assert not [key for key in re.findall(r'"(.{40})"', made) if key in said.out + said.err]
+    assert not [key for key in re.findall(r'"(.{40})"', made) if key in output.out + output.err]
     assert main(["keygen", str(tmp_path), "--client", "bob"]) == 2
     assert "nothing was written" in capsys.readouterr().err
 

@@ -51,14 +51,14 @@ class Clock:
 
     def pass_time(self, seconds: float, alive: tuple[int, ...] = ()) -> Answers:
         """Tick; members that are alive send heartbeats before each tick."""
-        heard: Answers = []
+        answers: Answers = []
         ticks = math.ceil(seconds / service.TICK_SECONDS)
         for _ in range(ticks):
             self.now += seconds / ticks
             self.beat(*alive)
             # Requests and failures on a heartbeat socket are tested elsewhere.
-            heard += [answer for answer in read(self.dispatcher.tick(self.now)) if not answer[0].startswith(b"beacon")]
-        return heard
+            answers += [one for one in read(self.dispatcher.tick(self.now)) if not one[0].startswith(b"beacon")]
+        return answers
 
     def cut(self, *peers: bytes) -> list[bytes]:
         """Makes these peers unreachable; returns the other peers that the dispatcher then probes."""
@@ -199,9 +199,9 @@ def test_the_log_warns_of_the_lost_member_of_a_broken_job_only(clock, caplog):
         clock.pass_time(SILENCE, alive=(0, 1, 2))
         clock.pass_time(SILENCE, alive=(0, 1))
         clock.pass_time(LAUNCHER_STOP_SECONDS)
-    said = [(record.levelname, record.getMessage()) for record in caplog.records if " is lost: " in record.getMessage()]
-    assert [level for level, _ in said] == ["WARNING", "WARNING", "INFO", "INFO"]
-    assert [f"rank {member} " in text for member, (_, text) in zip((3, 2, 0, 1), said, strict=True)] == [True] * 4
+    log = [(record.levelname, record.getMessage()) for record in caplog.records if " is lost: " in record.getMessage()]
+    assert [level for level, _ in log] == ["WARNING", "WARNING", "INFO", "INFO"]
+    assert [f"rank {member} " in text for member, (_, text) in zip((3, 2, 0, 1), log, strict=True)] == [True] * 4
 
 
 def test_a_process_is_lost_in_each_of_its_groups(clock):
@@ -370,5 +370,5 @@ def test_a_server_that_accepts_longer_silence_waits_longer_for_returning_members
     back = {"server": b"server-0", "known": Members.of([0, 1])}
     clock.send(register(0, 2, **back), peer(0))
     assert clock.pass_time(9.5, alive=(0,)) == []
-    (said,) = clock.pass_time(0.5, alive=(0,))
-    assert (said[1].code, said[1].fields["member"]) == ("replica_lost", 1)
+    (answer,) = clock.pass_time(0.5, alive=(0,))
+    assert (answer[1].code, answer[1].fields["member"]) == ("replica_lost", 1)

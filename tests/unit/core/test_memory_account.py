@@ -79,12 +79,12 @@ def many_members(_: Play) -> list[Message]:
 
 
 def many_reports(play: Play) -> list[Message]:
-    said = many_members(play)
+    messages = many_members(play)
     counts = tuple(1000 + bucket for bucket in range(limits.BUCKETS))
-    for session in [one.session for one in said]:
-        said += [kind(session, 500, counts) for kind in (RoundTrips, LatenessReport)]
-        said.append(Heartbeat(session, 1, 1000, "shared_memory", "", 1000))
-    return said
+    for session in [one.session for one in messages]:
+        messages += [kind(session, 500, counts) for kind in (RoundTrips, LatenessReport)]
+        messages.append(Heartbeat(session, 1, 1000, "shared_memory", "", 1000))
+    return messages
 
 
 def many_groups(_: Play) -> list[Message]:
@@ -94,12 +94,12 @@ def many_groups(_: Play) -> list[Message]:
 def scattered(_: Play) -> list[Message]:
     """After a restart members report thousands of members that are not consecutive, as known members and in results."""
     known = Members(tuple((2 * number, 1) for number in range(4000)))
-    said: list[Message] = []
+    messages: list[Message] = []
     for member in range(4):
         session = os.urandom(8)
-        said.append(register(member, 9, session=session, server=b"server-9", known=known, results=8))
-        said += [Result(session, dataclass_of(step, Members(known.runs[member + step :]))) for step in range(8)]
-    return said
+        messages.append(register(member, 9, session=session, server=b"server-9", known=known, results=8))
+        messages += [Result(session, dataclass_of(step, Members(known.runs[member + step :]))) for step in range(8)]
+    return messages
 
 
 def scattered_bearers(_: Play) -> list[Message]:
@@ -132,9 +132,9 @@ def test_stored_data_count_with_at_least_their_size(ways):
                 play.dispatcher.receive(0.0, os.urandom(5), frame)
 
     counted = play.usage.allocated
-    taken = grown(act)
+    size = grown(act)
     counted = play.usage.allocated - counted
-    assert taken <= counted <= 8 * taken
+    assert size <= counted <= 8 * size
 
 
 def test_the_overhead_of_a_group_counts():

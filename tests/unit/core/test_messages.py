@@ -258,7 +258,7 @@ from statsd_bn.wire import decode, encode
 sys.setswitchinterval(1e-5)
 mixed = []
 
-def say(session):
+def check(session):
     try:
         for step in range(2000):
             read = decode(encode(Heartbeat(session, step)))
@@ -266,7 +266,7 @@ def say(session):
     except Exception as error:
         mixed.append(error)
 
-threads = [threading.Thread(target=say, args=(b"session%d" % number,)) for number in range(4)]
+threads = [threading.Thread(target=check, args=(b"session%d" % number,)) for number in range(4)]
 for thread in threads:
     thread.start()
 for thread in threads:

@@ -65,18 +65,18 @@ def test_a_message_comes_back_from_its_frame_and_gives_the_same_frame_again(kind
 
 @relaxed
 @given(MESSAGES[messages.Contribution])
-def test_a_contribution_is_unchanged_by_the_wire(sent):
-    found = decode(encode(sent))
-    assert (found.session, found.key, found.attempt) == (sent.session, sent.key, sent.attempt)
-    assert found.rows.counts == sent.rows.counts
-    assert found.rows.values.shape == sent.rows.values.shape
-    assert found.rows.values.tobytes() == sent.rows.values.tobytes()
+def test_a_contribution_is_unchanged_by_the_wire(message):
+    found = decode(encode(message))
+    assert (found.session, found.key, found.attempt) == (message.session, message.key, message.attempt)
+    assert found.rows.counts == message.rows.counts
+    assert found.rows.values.shape == message.rows.values.shape
+    assert found.rows.values.tobytes() == message.rows.values.tobytes()
 
 
 @relaxed
 @given(MESSAGES[messages.Register] | MESSAGES[messages.Registered] | MESSAGES[messages.Leave])
-def test_a_message_without_values_comes_back_equal(sent):
-    assert decode(encode(sent)) == sent
+def test_a_message_without_values_comes_back_equal(message):
+    assert decode(encode(message)) == message
 
 
 def packed_runs(*numbers: int) -> bytes:
@@ -192,10 +192,10 @@ def test_members_not_given_as_runs_are_refused(flat):
 
 def test_the_golden_frames_of_messages_without_values():
     registered = (b"session0", "j", "g", 1, 2, 3, 0, 4.5, "here", 1, b"server00", 6, 5, 7)
-    opened = (b"session0", b"server00", 1, 2, 5)
+    fields = (b"session0", b"server00", 1, 2, 5)
     golden = {
         messages.Register(*registered, Members.of([0, 1, 4])): [1, *registered, packed_runs(0, 2, 4, 1)],
-        messages.Registered(*opened, Members.of([3, 4])): [2, *opened, packed_runs(3, 2)],
+        messages.Registered(*fields, Members.of([3, 4])): [2, *fields, packed_runs(3, 2)],
         messages.Leave(b"session0", "boom"): [5, b"session0", "boom"],
         messages.StatusRequest(): [7],
         messages.Pending(KEY, 3, "late", "there"): [10, PACKED_KEY, 3, "late", "there"],
@@ -493,8 +493,8 @@ def test_a_contribution_with_the_longest_header_still_fits():
     name, most = "é" * 128, dict.fromkeys(("epoch", "step", "call"), limits.MAX_COUNTER)
     longest = key(name, job=name, group=name, phase="é" * 16, **most)
     rows = Rows((limits.MAX_COUNT // limits.MAX_REPLICAS,) * limits.MAX_REPLICAS, np.ones((limits.MAX_REPLICAS, 1, 1)))
-    sent = messages.Contribution(b"session0", longest, limits.MAX_COUNTER, rows)
-    assert decode_request(encode(sent)).key == longest
+    message = messages.Contribution(b"session0", longest, limits.MAX_COUNTER, rows)
+    assert decode_request(encode(message)).key == longest
 
 
 ANNOUNCED = b"\xdc\xff\xff" * 500  # arrays in arrays, each announcing 65,535 items

@@ -100,8 +100,8 @@ def test_the_report_shows_the_latest_known_step_of_a_member(play, transport, min
         if transport == "server":
             play.contribute(member, key=key(step=step))
         else:
-            said = Heartbeat(session_of(member), step, 2 * step, transport, "", 0)
-            play.dispatcher.receive(play.now, b"beacon", encode(said))
+            heartbeat = Heartbeat(session_of(member), step, 2 * step, transport, "", 0)
+            play.dispatcher.receive(play.now, b"beacon", encode(heartbeat))
     assert [member["step"] for member in play.report["groups"][0]["members"]] == latest
     play.leave(1, cause="OutOfMemoryError: 2 GiB")
     assert play.report["groups"][0]["lost"].endswith("" if min_members else "step 255")

@@ -30,11 +30,11 @@ class Kernel:
 
     def __init__(self, *stuck: int) -> None:
         self.stuck = set(stuck)
-        self.looks = 0
+        self.calls = 0
         self.table = ConnectionTable(math.inf, self.takes_more)
 
     def takes_more(self, descriptors: Collection[int]) -> set[int]:
-        self.looks += 1
+        self.calls += 1
         return set(descriptors) - self.stuck
 
     def meet(self, *descriptors: int) -> None:
@@ -51,7 +51,7 @@ def test_a_reading_client_receives_everything():
     kernel.meet(1)
     assert kernel.sent(1, MAX_PEER_BYTES, 100) == 100 * MAX_PEER_BYTES
     assert kernel.sent(1, 1000, 10_000) == 10_000_000
-    assert kernel.looks < 200, "seldom, because each look is a system call"
+    assert kernel.calls < 200, "seldom, because each look is a system call"
 
 
 def test_a_client_that_does_not_read_receives_little():
@@ -79,8 +79,8 @@ def test_many_clients_that_do_not_read_share_a_bound_and_readers_are_served():
     many = range(1000)
     kernel = Kernel(*many)
     kernel.meet(*many, 5000)
-    taken = sum(kernel.sent(number, MAX_PEER_BYTES, 3) for number in many)
-    assert taken <= 2 * MAX_TOTAL_BYTES
+    size = sum(kernel.sent(number, MAX_PEER_BYTES, 3) for number in many)
+    assert size <= 2 * MAX_TOTAL_BYTES
     assert kernel.sent(5000, SMALL_ANSWER_BYTES, 100) == 100 * SMALL_ANSWER_BYTES
 
 
@@ -181,5 +181,5 @@ def test_only_an_unread_answer_is_warned_of(monkeypatch, problem, level):
     monkeypatch.setattr(connections, "logger", log)
     dispatcher = Dispatcher(b"server-0", 0.0)
     ConnectionManager(SimpleNamespace(socket=Refusing(problem), monitor=None), dispatcher).send([(b"peer", b"frame")])
-    assert [(said, "was dropped" in text) for said, text in lines] == [(level, True)]
+    assert [(name, "was dropped" in text) for name, text in lines] == [(level, True)]
     assert dispatcher.counters.dropped_answers == 1

@@ -81,9 +81,9 @@ def test_every_limit_is_a_flag_and_a_variable(option):
     assert getattr(from_arguments([flag, str(value)], {}).quota, option.name) == value
     assert getattr(from_arguments([], {twin: str(value)}).quota, option.name) == value
     assert getattr(from_arguments([flag, str(value)], {twin: "nonsense"}).quota, option.name) == value
-    said = parser({}).format_help()
-    assert flag in said
-    assert twin in said
+    text = parser({}).format_help()
+    assert flag in text
+    assert twin in text
 
 
 @every_option

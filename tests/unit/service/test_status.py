@@ -84,7 +84,7 @@ def test_the_json_has_the_verdicts():
 
 
 def test_transports_get_a_line_once_the_members_have_reported_them():
-    def said(*transports, **more):
+    def transports_of(*transports, **more):
         contributors = [
             contributor | {"transport": transport}
             for contributor, transport in zip(GROUP["members"], transports, strict=True)
@@ -92,30 +92,30 @@ def test_transports_get_a_line_once_the_members_have_reported_them():
         text = describe(REPORT | {"groups": [GROUP | {"members": contributors, **more}]})
         return re.findall(r", (transport .*?)  rank ", text.replace("\n    ", " ").replace("\n", ""))
 
-    assert said("", "") == []
-    assert said("shared_memory", "shared_memory") == ["transport shared_memory"]
-    assert said("server", "server", why_not_faster="rank 1: no") == ["transport server: rank 1: no"]
-    assert said("shared_memory", "server", why_not_faster="x") == [
+    assert transports_of("", "") == []
+    assert transports_of("shared_memory", "shared_memory") == ["transport shared_memory"]
+    assert transports_of("server", "server", why_not_faster="rank 1: no") == ["transport server: rank 1: no"]
+    assert transports_of("shared_memory", "server", why_not_faster="x") == [
         "transport shared_memory of rank 0, server of rank 1: x"
     ]
 
 
 def test_a_usual_wait_between_ranks_gets_no_line():
     waits = [{**GROUP["waiting"][0], "seconds": seconds} for seconds in (0.49, 0.5)]
-    said = describe(REPORT | {"groups": [GROUP | {"waiting": waits}]})
-    assert said.count("  waiting ") == said.count("  waiting 0.5 s") == 1
+    text = describe(REPORT | {"groups": [GROUP | {"waiting": waits}]})
+    assert text.count("  waiting ") == text.count("  waiting 0.5 s") == 1
 
 
 def test_a_job_broken_between_rounds_does_not_claim_that_no_round_failed():
-    said = describe(REPORT | {"groups": [GROUP | {"lost": "rank 1 was lost", "rounds_failed": 0}]})
-    assert "resnet: Broken: rank 1 was lost\n" in said
-    assert ", 17 rounds done\n" in said
+    text = describe(REPORT | {"groups": [GROUP | {"lost": "rank 1 was lost", "rounds_failed": 0}]})
+    assert "resnet: Broken: rank 1 was lost\n" in text
+    assert ", 17 rounds done\n" in text
 
 
 def test_ended_jobs_are_listed_with_their_end():
     job = {"job": "resnet", "epoch": 3, "world_size": 2, "rounds_done": 17, "lost": "", "seconds": 61.7}
-    said = describe(REPORT | {"groups": [], "ended": [job | {"lost": "rank 1 was lost"}, job | {"job": "vgg"}]})
-    assert said.splitlines()[1:] == [
+    text = describe(REPORT | {"groups": [], "ended": [job | {"lost": "rank 1 was lost"}, job | {"job": "vgg"}]})
+    assert text.splitlines()[1:] == [
         "",
         "resnet: Broken: rank 1 was lost",
         "  Look at the ranks' logs, and start the job again.",
@@ -128,16 +128,16 @@ def test_ended_jobs_are_listed_with_their_end():
 
 def test_of_several_runs_of_one_name_the_latest_is_listed():
     job = {"job": "resnet", "epoch": 3, "world_size": 2, "rounds_done": 17, "lost": "", "seconds": 61.7}
-    said = describe(REPORT | {"groups": [], "ended": [job, job | {"lost": "rank 1 was lost", "seconds": 90.0}]})
-    assert "Finished in good order" in said
-    assert "rank 1" not in said
+    text = describe(REPORT | {"groups": [], "ended": [job, job | {"lost": "rank 1 was lost", "seconds": 90.0}]})
+    assert "Finished in good order" in text
+    assert "rank 1" not in text
 
 
 def test_the_reason_of_a_broken_job_does_not_repeat_the_job():
     lost = "rank 1 (b, pid 2) was lost: no sign of life; in job 'resnet', group 'world', step 5"
     by = {"rank": 1, "place": "b, pid 2", "how": "is lost", "cause": "no sign of life", "step": 5}
-    said = describe(REPORT | {"groups": [GROUP | {"lost": lost, "lost_by": by, "waiting": []}]})
-    assert said.splitlines()[2] == "resnet: Broken: rank 1 (b, pid 2) fell silent at step 5"
+    text = describe(REPORT | {"groups": [GROUP | {"lost": lost, "lost_by": by, "waiting": []}]})
+    assert text.splitlines()[2] == "resnet: Broken: rank 1 (b, pid 2) fell silent at step 5"
 
 
 PAIR = {"group": "pair", "missing": 1}
@@ -187,10 +187,10 @@ def nobody() -> str:
 def test_a_command_without_a_server_exits_with_4(nobody, monkeypatch, capsys):
     monkeypatch.setattr(command, "ask", partial(ask, seconds=0.05))
     assert command.main(["status", nobody]) == 4
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("statsd_bn: no server listens at ")
-    assert unwrap(said.err).count("\n") == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("statsd_bn: no server listens at ")
+    assert unwrap(output.err).count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["status", "check"])
@@ -206,8 +206,8 @@ def test_a_command_without_a_server_exits_with_4(nobody, monkeypatch, capsys):
 )
 def test_an_invalid_endpoint_exits_with_2(name, endpoint, expected, capsys):
     assert command.main([name, endpoint]) == 2
-    said = unwrap(capsys.readouterr().err)
-    assert said == f"statsd_bn: endpoint: expected {expected}, got {endpoint!r}\n"
+    error = unwrap(capsys.readouterr().err)
+    assert error == f"statsd_bn: endpoint: expected {expected}, got {endpoint!r}\n"
 
 
 def test_a_port_that_only_a_server_knows_exits_with_2(capsys):
@@ -304,17 +304,17 @@ def another_version(frame: bytes) -> bytes:
 def test_an_answer_other_than_a_status_exits_with_4_and_one_line(somebody, capsys, answer, text):
     endpoint = somebody(answer)
     assert command.main(["status", endpoint]) == 4
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert text in unwrap(said.err)
-    assert unwrap(said.err).count("\n") == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert text in unwrap(output.err)
+    assert unwrap(output.err).count("\n") == 1
 
 
 def test_the_view_refuses_an_invalid_report(somebody, capsys):
     assert command.main(["view", somebody(encode(Status({"groups": [{}]}))), "--http", "127.0.0.1:0"]) == 4
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "a malformed one" in unwrap(said.err)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "a malformed one" in unwrap(output.err)
 
 
 @pytest.mark.parametrize(
@@ -328,11 +328,11 @@ def test_the_view_refuses_an_invalid_report(somebody, capsys):
 def test_a_number_of_members_that_no_group_can_have_is_refused(somebody, capsys, changed, options):
     report = REPORT | {"groups": [GROUP | {"members": [], "waiting": []} | changed]}
     assert command.main([*options, somebody(encode(Status(report)))]) == 4
-    said = capsys.readouterr()
-    assert said.out == ""
+    output = capsys.readouterr()
+    assert output.out == ""
     (name, size), *_ = changed.items()
-    assert f"{name}: expected an integer in [0, {limits.MAX_MEMBERS}], got {size!r}" in unwrap(said.err)
-    assert unwrap(said.err).count("\n") == 1
+    assert f"{name}: expected an integer in [0, {limits.MAX_MEMBERS}], got {size!r}" in unwrap(output.err)
+    assert unwrap(output.err).count("\n") == 1
 
 
 def test_the_size_of_a_job_that_has_ended_is_checked_too(somebody, capsys):

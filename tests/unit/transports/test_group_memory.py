@@ -51,16 +51,16 @@ def test_waiting_members_wake_when_the_last_contributes():
     assert first.arrive(1, rows(0.5)) == WAITS
     assert first.wait(0.0) == WAITS
     assert first.late == [1]
-    waited = in_threads([lambda: first.wait(LONG), lambda: second.arrive(1, rows(0.25), seconds=LONG)])
-    assert waited == [DONE, DONE]
+    results = in_threads([lambda: first.wait(LONG), lambda: second.arrive(1, rows(0.25), seconds=LONG)])
+    assert results == [DONE, DONE]
     assert first.total.tobytes() == second.total.tobytes() == (rows(0.5).values + rows(0.25).values)[0].tobytes()
     assert first.late == []
 
 
 def test_a_signal_ends_a_wait_so_that_python_handles_it():
     first, _ = memories_of(2)
-    seen, began = [], time.monotonic()
-    before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+    signals, began = [], time.monotonic()
+    before = signal.signal(signal.SIGUSR1, lambda number, _: signals.append(number))
     main = threading.main_thread().ident
     timer = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGUSR1))
     timer.start()
@@ -69,7 +69,7 @@ def test_a_signal_ends_a_wait_so_that_python_handles_it():
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, before)
-    assert seen == [signal.SIGUSR1]
+    assert signals == [signal.SIGUSR1]
     assert time.monotonic() - began < LONG / 2
 
 
@@ -181,8 +181,8 @@ def test_a_wait_ends_when_a_member_leaves(close, is_abandoned):
     first, second, third = memories_of(3)
     assert first.arrive(1, rows(1.0)) == WAITS
     assert not is_closed(first)
-    waited, _ = in_threads([lambda: first.wait(LONG), lambda: close(second)])
-    assert waited == CLOSED
+    result, _ = in_threads([lambda: first.wait(LONG), lambda: close(second)])
+    assert result == CLOSED
     assert all(is_closed(one) and one.is_abandoned == is_abandoned for one in (first, second, third))
     # The third member arrives, but the second one will not.
     assert third.arrive(1, rows(1.0)) == CLOSED

@@ -31,20 +31,20 @@ def open_files() -> int:
 
 
 def test_one_member_reads_the_memory_of_the_other(offer):
-    taken = receive_memory(offer.name, SIZE)
-    taken[:5] = b"hello"
+    memory = receive_memory(offer.name, SIZE)
+    memory[:5] = b"hello"
     assert offer.memory[:5] == b"hello"
     offer.memory[-1:] = b"!"
-    assert taken[-1:] == b"!"
+    assert memory[-1:] == b"!"
 
 
 def test_no_file_or_descriptor_remains():
     before = open_files()
     with closing(MemoryOffer(SIZE)) as offer:
-        taken = receive_memory(offer.name, SIZE)
+        memory = receive_memory(offer.name, SIZE)
         # The memory is no file in a folder.
         assert "/memfd:statsd_bn" in Path("/proc/self/maps").read_text()
-    taken.close()
+    memory.close()
     offer.memory.close()
     assert open_files() == before
 

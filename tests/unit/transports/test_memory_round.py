@@ -34,20 +34,20 @@ class Host:
         for session in self.sessions:
             session.members = Members.of(range(MEMBERS))
 
-    def round(self, *, value: float = 1.0, order: tuple[int, ...] = (), **came: float) -> list[object]:
-        """All members contribute at the times `came`, in order of time or in `order`; returns their results."""
+    def round(self, *, value: float = 1.0, order: tuple[int, ...] = (), **times: float) -> list[object]:
+        """All members contribute at `times`, in order of time or in `order`; returns their results."""
         machines = {}
         found: dict[str, object] = {}
-        for me in order or sorted(range(MEMBERS), key=lambda member: came[f"rank{member}"]):
+        for me in order or sorted(range(MEMBERS), key=lambda member: times[f"rank{member}"]):
             name = f"rank{me}"
-            now = came[name]
+            now = times[name]
             session = self.sessions[me]
             key, memory = session.forward_key("bn"), self.memories[me]
             memory.arrive(key_digest(key), Rows((1,), np.full((1, 2, 1), value)), now)
             machines[name] = MemoryRound(session, key, memory, now, lambda: "trip")
             found[name] = machines[name].begin(now)[2]
-        end = max(came.values())
-        return [found[name] or machines[name].step(end, None)[2] for name in sorted(came)]
+        end = max(times.values())
+        return [found[name] or machines[name].step(end, None)[2] for name in sorted(times)]
 
     def late(self) -> list[list[float]]:
         for session in self.sessions:
@@ -116,7 +116,7 @@ def test_missing_members_are_named_although_the_server_does_not_answer(caplog):
     host = Host()
     rows, key = Rows((1,), np.ones((1, 2, 1))), host.sessions[0].forward_key("bn")
 
-    def begun(me):
+    def begin_round(me):
         def trip():
             return RoundTrip(host.sessions[me], "ipc:///there", key, rows, lambda: 0.0)
 
@@ -125,8 +125,8 @@ def test_missing_members_are_named_although_the_server_does_not_answer(caplog):
         machine.begin(0.0)
         return machine
 
-    begun(2)
-    waiting = begun(0)
+    begin_round(2)
+    waiting = begin_round(0)
     for now in range(1, 18):
         waiting.step(float(now), None)
     (text,) = [record.getMessage() for record in caplog.records]

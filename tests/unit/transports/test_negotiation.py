@@ -178,11 +178,11 @@ def test_heartbeats_report_rounds_in_memory():
         two_rounds(connection)
         return decode(connection.session(None).heartbeat())
 
-    for said in run_members(2, program, transport=AUTO):
-        assert isinstance(said, Heartbeat)
+    for heartbeat in run_members(2, program, transport=AUTO):
+        assert isinstance(heartbeat, Heartbeat)
         # A member that waited long also sent its rows to the server, and does not count that round.
-        assert (said.step, said.transport, said.why) == (0, SHARED_MEMORY, "")
-        assert said.rounds <= 1
+        assert (heartbeat.step, heartbeat.transport, heartbeat.why) == (0, SHARED_MEMORY, "")
+        assert heartbeat.rounds <= 1
 
 
 def test_the_count_of_rounds_in_memory_is_reported_at_the_end():
@@ -195,6 +195,6 @@ def test_the_count_of_rounds_in_memory_is_reported_at_the_end():
         return connection.session(None).transport.bypassed_rounds
 
     counts = run_members(2, program, master, transport=AUTO)
-    said = [one.rounds for one in map(decode, list(frames)) if isinstance(one, Heartbeat)]
-    assert sorted(said) == sorted(counts)
+    rounds = [one.rounds for one in map(decode, list(frames)) if isinstance(one, Heartbeat)]
+    assert sorted(rounds) == sorted(counts)
     assert max(counts) > 25

@@ -120,8 +120,8 @@ def test_all_members_report_a_long_wait_and_its_end_to_the_server(late_rank):
         late.set()
 
     def settled(frames, key):
-        said = [one for one in map(decode, list(frames)) if isinstance(one, RoundDone)]
-        return {one.session for one in said if one.key == key}
+        reports = [one for one in map(decode, list(frames)) if isinstance(one, RoundDone)]
+        return {one.session for one in reports if one.key == key}
 
     found, counted = zip(*run_members(2, program, master, transport=SHARED_MEMORY), strict=True)
     assert found == ((ROWS[0] + ROWS[1]).tobytes(),) * 2
@@ -147,7 +147,7 @@ def test_a_member_that_leaves_ends_the_wait_of_the_others():
 
 def test_members_in_different_layers_get_the_servers_error():
     master = MemoryMaster()
-    seen = threading.Event()
+    has_passed = threading.Event()
 
     def program(connection):
         SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1))
@@ -159,13 +159,13 @@ def test_members_in_different_layers_get_the_servers_error():
         wait_until(lambda: len(master.report("world")["waiting"]) == 2)
         for _ in range(4):
             master.pass_time(0.5)
-        seen.set()
+        has_passed.set()
 
     for error in _outcomes(2, program, master):
         assert isinstance(error, RoundMismatch)
         assert "bn of 0" in str(error)
         assert "bn of 1" in str(error)
-    assert seen.wait(20)
+    assert has_passed.wait(20)
 
 
 def test_too_large_rows_use_the_server():
@@ -264,7 +264,7 @@ def test_threads_of_one_member_find_the_memory_once(monkeypatch):
 
 def test_the_step_is_the_same_however_long_a_thread_waits_in_memory():
     """A member reports a long wait to the server while another of its threads starts a step."""
-    begun, go_on = threading.Event(), threading.Event()
+    has_begun, go_on = threading.Event(), threading.Event()
 
     def program(connection):
         pipes = {name: SharedMemoryPipe(connection, name) for name in "abc"}
@@ -272,7 +272,7 @@ def test_the_step_is_the_same_however_long_a_thread_waits_in_memory():
         forward = pipes["a"].run_slave(row)
 
         def late():
-            begun.set()
+            has_begun.set()
             pipes["a"].run_slave(row, forward.key.of_phase(BACKWARD))
 
         if connection.rank:
@@ -282,7 +282,7 @@ def test_the_step_is_the_same_however_long_a_thread_waits_in_memory():
         else:
             waiting = threading.Thread(target=late)
             waiting.start()
-            assert begun.wait(30)
+            assert has_begun.wait(30)
             following = threading.Thread(target=lambda: steps.append(pipes["b"].run_slave(row).key.step))
             steps = []
             following.start()

@@ -14,11 +14,11 @@ def rows_of(member: int, size: int) -> Rows:
 
 
 def frames_of(master: MemoryMaster) -> list[bytes]:
-    seen, receive = [], master.channel_pool._receive
+    frames, receive = [], master.channel_pool._receive
 
     def watched(peer: bytes, frame: bytes):
-        seen.append(frame)
+        frames.append(frame)
         return receive(peer, frame)
 
     master.channel_pool._receive = watched
-    return seen
+    return frames

@@ -18,10 +18,10 @@ VALUES = np.array([[10.0, 0.5, 1.0, 0.1], [10.0, -0.5, 9.0, 0.25]])
 class Server:
     def __init__(self, layers, job="digits", each=2):
         self.layers, self.job, self.each = layers, job, each
-        self.asked = []
+        self.questions = []
 
     def __call__(self, question):
-        self.asked.append((question.job, question.group, question.first))
+        self.questions.append((question.job, question.group, question.first))
         known = self.layers if question.job == self.job else []
         names = known[question.first : question.first + self.each]
         values = np.array([VALUES] * len(names)).reshape(-1, 2, 4)
@@ -34,14 +34,14 @@ def test_a_group_has_its_layers_in_order_with_the_part_of_each_member():
     FigureReader().add_to(server, [of])
     assert (of["figures"]["layers"], of["figures"]["eta2"]) == (["stem"], [0.35])
     assert of["figures"]["parts"].tolist() == [np.float32([0.1, 0.25]).tolist()]
-    (shown,) = SnapshotBuilder("tcp://127.0.0.1:4555").update(0.0, report(of))["groups"]
-    assert shown["figures"] is of["figures"]
+    (entry,) = SnapshotBuilder("tcp://127.0.0.1:4555").update(0.0, report(of))["groups"]
+    assert entry["figures"] is of["figures"]
 
 
 def test_a_group_whose_members_change_between_two_answers_is_left_out():
-    def answer(asked):
-        values = np.array([VALUES[: 1 + asked.first]])
-        return encode(Figures(asked.job, asked.group, asked.first, 2, f"layer{asked.first}", values))
+    def answer(question):
+        values = np.array([VALUES[: 1 + question.first]])
+        return encode(Figures(question.job, question.group, question.first, 2, f"layer{question.first}", values))
 
     of = group()
     FigureReader().add_to(answer, [of])
@@ -53,13 +53,13 @@ def test_all_pages_are_asked_for():
     server, of = Server(layers), group()
     FigureReader().add_to(server, [of])
     assert of["figures"]["layers"] == layers
-    assert server.asked == [("digits", "world", first) for first in (0, 2, 4)]
+    assert server.questions == [("digits", "world", first) for first in (0, 2, 4)]
 
 
 def test_a_group_without_figures_has_no_entry_and_an_elastic_one_is_not_asked_for():
     server, groups = Server(["stem"]), [group(job="new"), group(min_members=1)]
     FigureReader().add_to(server, groups)
-    assert server.asked == [("new", "world", 0)]
+    assert server.questions == [("new", "world", 0)]
     assert not any("figures" in of for of in groups)
 
 
@@ -72,8 +72,8 @@ def test_a_temporary_refusal_omits_the_figures():
 def test_a_group_is_shown_whole_or_not_at_all():
     server, of = Server(["stem", "block", "head"]), group()
     refusal = encode(Failure(LimitExceeded.code, "no", {}))
-    FigureReader().add_to(lambda asked: refusal if asked.first else server(asked), [of])
-    assert server.asked
+    FigureReader().add_to(lambda question: refusal if question.first else server(question), [of])
+    assert server.questions
     assert "figures" not in of
 
 
@@ -91,7 +91,7 @@ def test_a_large_group_takes_several_reports(monkeypatch):
     server, reader, reports = Server(["stem", "block", "head"], each=1), FigureReader(), [group() for _ in range(3)]
     for of in reports[:2]:
         reader.add_to(server, [of])
-    assert [first for *_, first in server.asked] == [0, 1, 2]
+    assert [first for *_, first in server.questions] == [0, 1, 2]
     assert ["figures" in of for of in reports] == [False, True, False]
     assert reports[1]["figures"]["layers"] == ["stem", "block", "head"]
     server.layers = ["stem", "block"]
@@ -120,14 +120,14 @@ def test_very_many_groups_take_turns(monkeypatch):
     reader.add_to(server, groups)
     assert ["figures" in of for of in groups] == [True, True, False, False]
     reader.add_to(server, groups)
-    assert [name for _, name, _ in server.asked] == [f"group {number}" for number in range(4)]
+    assert [name for _, name, _ in server.questions] == [f"group {number}" for number in range(4)]
     assert all("figures" in of for of in groups)
 
 
 def test_a_server_that_always_has_more_is_not_asked_for_ever():
     server, of = Server(["stem"] * 2 * limits.MAX_FIGURES_LAYERS, each=100), group()
     FigureReader().add_to(server, [of])
-    assert len(server.asked) == limits.MAX_FIGURES_LAYERS // 100 + 1
+    assert len(server.questions) == limits.MAX_FIGURES_LAYERS // 100 + 1
 
 
 def test_an_invalid_answer_is_an_error():

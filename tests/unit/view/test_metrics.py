@@ -123,14 +123,14 @@ def test_the_dashboard_and_the_rules_use_existing_metrics():
     metrics = {sample.name for sample in samples(report(), report(of))}
     folder = ROOT / "docker/monitoring"
     board = json.loads((folder / "dashboard.json").read_text())
-    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    asked += [variable["query"]["query"] for variable in board["templating"]["list"] if variable["type"] == "query"]
-    asked += re.findall(r"expr: (.*)", (folder / "alerts.yml").read_text())
-    names = [re.findall(r"statsd_bn_\w+", expression) for expression in asked]
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [variable["query"]["query"] for variable in board["templating"]["list"] if variable["type"] == "query"]
+    queries += re.findall(r"expr: (.*)", (folder / "alerts.yml").read_text())
+    names = [re.findall(r"statsd_bn_\w+", expression) for expression in queries]
     assert len(names) > 15
     assert all(len(found) == 1 and set(found) <= metrics for found in names), names
-    asked_twice = {name for name, times in Counter(found for of in names for found in set(of)).items() if times > 1}
-    assert {"statsd_bn_findings", "statsd_bn_non_finite", "statsd_bn_broken"} <= asked_twice, "by board and rules"
+    used_twice = {name for name, times in Counter(found for of in names for found in set(of)).items() if times > 1}
+    assert {"statsd_bn_findings", "statsd_bn_non_finite", "statsd_bn_broken"} <= used_twice, "by board and rules"
     places = [panel["gridPos"] for panel in board["panels"]]
     assert all(place["x"] + place["w"] <= 24 for place in places)
     assert len({panel["id"] for panel in board["panels"]}) == len(places)
@@ -157,14 +157,14 @@ def test_promtool_accepts_the_metrics_and_the_rules():
 @pytest.mark.skipif(not PROMTOOL, reason="needs promtool, of Debian's package prometheus")
 def test_each_rule_fires_for_a_job_in_trouble_and_none_for_a_healthy_one():
     rules = str(ROOT / "tests/unit/view/alerts_test.yml")
-    tried = subprocess.run([PROMTOOL, "test", "rules", rules], capture_output=True, check=False)
-    assert tried.returncode == 0, (tried.stdout + tried.stderr).decode()
+    result = subprocess.run([PROMTOOL, "test", "rules", rules], capture_output=True, check=False)
+    assert result.returncode == 0, (result.stdout + result.stderr).decode()
 
 
 def test_the_test_of_the_rules_covers_all_of_them():
     names = re.findall(r"alert: (\w+)", (ROOT / "docker/monitoring/alerts.yml").read_text())
-    tried = re.findall(r'alertname="(\w+)"', (ROOT / "tests/unit/view/alerts_test.yml").read_text())
-    assert sorted(tried) == sorted(names)
+    tested = re.findall(r'alertname="(\w+)"', (ROOT / "tests/unit/view/alerts_test.yml").read_text())
+    assert sorted(tested) == sorted(names)
 
 
 def test_an_ended_job_is_still_reported_as_broken():

@@ -26,8 +26,8 @@ def test_a_new_epoch_has_no_rate_of_the_old_one():
 
 
 def test_a_snapshot_lists_waiting_and_awaited_members():
-    shown = SnapshotBuilder("x").update(0.0, report(group(member(0), member(1), waiting=[ROUND])))
-    doing = [one["doing"] for one in shown["groups"][0]["members"]]
+    snapshot = SnapshotBuilder("x").update(0.0, report(group(member(0), member(1), waiting=[ROUND])))
+    doing = [one["doing"] for one in snapshot["groups"][0]["members"]]
     assert doing == ["waits 2 s in bn1", "the others wait 2 s for it in bn1"]
     cut = SnapshotBuilder("x").update(
         0.0, report(group(member(0), member(1), waiting=[ROUND | {"missing_left_out": 3}]))
@@ -51,9 +51,9 @@ def test_a_silent_server_is_reported_once_and_so_is_its_return():
 def test_events_are_bounded_and_a_snapshot_is_json():
     watcher = SnapshotBuilder("x")
     for number in range(MAX_EVENTS + 5):
-        shown = watcher.update(float(number), report(server=str(number)))
-    assert len(shown["events"]) == MAX_EVENTS
-    assert json.loads(json.dumps(shown)) == shown
+        snapshot = watcher.update(float(number), report(server=str(number)))
+    assert len(snapshot["events"]) == MAX_EVENTS
+    assert json.loads(json.dumps(snapshot)) == snapshot
 
 
 def kinds(before, now):
@@ -135,35 +135,35 @@ def test_a_group_that_ends_in_a_running_job_does_not_get_the_end_of_an_earlier_r
     assert kinds(before, report(group(member(0)), ended=[broken])) == [("ended", "Finished in good order")]
 
 
-def shown_at(watcher, now, *groups, **more):
+def snapshot_at(watcher, now, *groups, **more):
     return watcher.update(now, report(*groups, **more))
 
 
 def test_an_ended_group_is_kept_for_ten_minutes_with_its_last_state():
     watcher = SnapshotBuilder("x")
-    shown_at(watcher, 0.0, group(member(0), member(1), figures=figures(layer("bn1", 0.1, 0.2))))
+    snapshot_at(watcher, 0.0, group(member(0), member(1), figures=figures(layer("bn1", 0.1, 0.2))))
     for now in (1.0, 600.0):
-        (kept,) = shown_at(watcher, now, ended=[ended(seconds=now - 0.5)])["groups"]
+        (kept,) = snapshot_at(watcher, now, ended=[ended(seconds=now - 0.5)])["groups"]
         assert kept["over"] == {"time": 0.5, "reason": "in good order"}
         assert kept["verdict"]["state"] == "ended"
         assert [one["member"] for one in kept["members"]] == [0, 1]
         assert kept["figures"]["layers"]
-    now = shown_at(watcher, 601.0)
+    now = snapshot_at(watcher, 601.0)
     assert now["groups"] == []
     assert now["verdict"]["text"].startswith("No job yet")
 
 
 def test_a_job_that_runs_again_replaces_the_ended_one():
     watcher = SnapshotBuilder("x")
-    shown_at(watcher, 0.0, group(member(0)))
-    shown_at(watcher, 1.0, ended=[ended()])
-    (again,) = shown_at(watcher, 2.0, group(member(0), epoch=1), ended=[ended()])["groups"]
+    snapshot_at(watcher, 0.0, group(member(0)))
+    snapshot_at(watcher, 1.0, ended=[ended()])
+    (again,) = snapshot_at(watcher, 2.0, group(member(0), epoch=1), ended=[ended()])["groups"]
     assert "over" not in again
-    assert len(shown_at(watcher, 3.0, group(member(0), epoch=1), ended=[ended()])["groups"]) == 1
+    assert len(snapshot_at(watcher, 3.0, group(member(0), epoch=1), ended=[ended()])["groups"]) == 1
 
 
 def test_a_job_that_ended_before_the_view_began_is_shown():
-    (kept,) = shown_at(SnapshotBuilder("x"), 100.0, ended=[ended(lost="rank 1 was lost", seconds=40.0)])["groups"]
+    (kept,) = snapshot_at(SnapshotBuilder("x"), 100.0, ended=[ended(lost="rank 1 was lost", seconds=40.0)])["groups"]
     assert kept["over"] == {"time": 60.0, "reason": "rank 1 was lost"}
     assert (kept["verdict"]["state"], kept["verdict"]["severity"]) == ("broken", 3)
 
@@ -172,39 +172,39 @@ def test_a_broken_group_keeps_its_reason_and_the_time():
     by = {"rank": 1, "place": "host-1, pid 801", "how": "fails", "cause": "ValueError: loss is nan", "step": 9}
     lost = {"lost": "rank 1 (host-1, pid 801) failed", "lost_by": by}
     watcher = SnapshotBuilder("x")
-    shown_at(watcher, 0.0, group(member(0), member(1)))
-    (broken,) = shown_at(watcher, 1.0, group(member(0), **lost))["groups"]
+    snapshot_at(watcher, 0.0, group(member(0), member(1)))
+    (broken,) = snapshot_at(watcher, 1.0, group(member(0), **lost))["groups"]
     assert broken["lost_by"] == {**by, "time": 1.0}
-    (kept,) = shown_at(watcher, 2.0, ended=[ended(seconds=0.25, **lost)])["groups"]
+    (kept,) = snapshot_at(watcher, 2.0, ended=[ended(seconds=0.25, **lost)])["groups"]
     assert kept["verdict"]["text"] == broken["verdict"]["text"]
     assert kept["lost_by"] == {**by, "time": 1.75}
 
 
 def test_a_restarted_server_waits_for_the_ranks_that_it_does_not_know_yet():
     watcher, of = SnapshotBuilder("x"), group(member(0), member(1))
-    shown_at(watcher, 0.0, of)
-    (away,) = shown_at(watcher, 1.0, server="efgh")["groups"]
+    snapshot_at(watcher, 0.0, of)
+    (away,) = snapshot_at(watcher, 1.0, server="efgh")["groups"]
     assert away["verdict"]["text"] == "The server restarted 0 ms ago: waiting for all ranks to return"
     assert [one["member"] for one in away["members"]] == [0, 1]
-    (back,) = shown_at(watcher, 3.0, of, server="efgh")["groups"]
+    (back,) = snapshot_at(watcher, 3.0, of, server="efgh")["groups"]
     restarted = "the server restarted 2 s ago after 1 s without an answer"
     assert back["verdict"]["text"] == f"Healthy again: {restarted}, 2 of 2 ranks are back"
     assert back["verdict"]["advice"] == "Nothing to do: the ranks have sent again what was lost."
-    (later,) = shown_at(watcher, 62.0, of, server="efgh")["groups"]
+    (later,) = snapshot_at(watcher, 62.0, of, server="efgh")["groups"]
     assert later["verdict"]["text"].startswith("Healthy: all 2 ranks")
 
 
 def test_a_group_that_does_not_return_after_a_restart_is_over():
     watcher = SnapshotBuilder("x")
-    shown_at(watcher, 0.0, group(member(0)))
-    shown_at(watcher, 1.0, server="efgh")
-    (kept,) = shown_at(watcher, 61.0, server="efgh")["groups"]
+    snapshot_at(watcher, 0.0, group(member(0)))
+    snapshot_at(watcher, 1.0, server="efgh")
+    (kept,) = snapshot_at(watcher, 61.0, server="efgh")["groups"]
     assert kept["over"]["time"] == 61.0
 
 
 def test_all_groups_of_a_silent_server_say_so():
     watcher = SnapshotBuilder("x")
-    shown_at(watcher, 5.0, group(member(0)))
+    snapshot_at(watcher, 5.0, group(member(0)))
     silent = watcher.fail(9.0, "no answer")
     assert (silent["time"], silent["answered"]) == (9.0, 5.0)
     verdict = silent["groups"][0]["verdict"]
@@ -215,12 +215,12 @@ def test_all_groups_of_a_silent_server_say_so():
 def test_a_verdict_has_the_time_at_which_it_was_first_true():
     watcher, healthy = SnapshotBuilder("x"), group(member(0), member(1))
     differs = group(member(0), member(1), findings=[skew(1)])
-    assert shown_at(watcher, 0.0, healthy)["groups"][0]["verdict"]["since"] is None
-    times = [shown_at(watcher, now, differs)["groups"][0]["verdict"]["since"] for now in (1.0, 2.0)]
-    times += [shown_at(watcher, now, healthy)["groups"][0]["verdict"]["since"] for now in (3.0, 4.0)]
+    assert snapshot_at(watcher, 0.0, healthy)["groups"][0]["verdict"]["since"] is None
+    times = [snapshot_at(watcher, now, differs)["groups"][0]["verdict"]["since"] for now in (1.0, 2.0)]
+    times += [snapshot_at(watcher, now, healthy)["groups"][0]["verdict"]["since"] for now in (3.0, 4.0)]
     assert times == [1.0, 1.0, 3.0, 3.0]
     waits = group(member(0), member(1), waiting=[waiting(2.0, 1)])
-    assert shown_at(watcher, 5.0, waits)["groups"][0]["verdict"]["since"] == 3.0
+    assert snapshot_at(watcher, 5.0, waits)["groups"][0]["verdict"]["since"] == 3.0
 
 
 def test_a_finding_has_the_present_numbers_of_its_layer():
@@ -233,22 +233,22 @@ def test_a_finding_has_the_present_numbers_of_its_layer():
         "variances": [1.0, 8.0, 3.0],
     }
 
-    def shown(finding, *layers):
+    def find(finding, *layers):
         of = group(*members, findings=[finding], figures=figures(*layers))
-        (found,) = shown_at(watcher, 0.0, of)["groups"]
+        (found,) = snapshot_at(watcher, 0.0, of)["groups"]
         return found["findings"][0], found["verdict"]["text"]
 
-    finding, text = shown(skew(1), layer("bn0", 0.0, 0.0, 0.0), bn1)
+    finding, text = find(skew(1), layer("bn0", 0.0, 0.0, 0.0), bn1)
     assert {name: finding[name] for name in ("variance", "part", "usual")} == pytest.approx(
         {"variance": 4.0, "part": 0.17, "usual": 0.015}
     )
     assert finding["shift"] == pytest.approx(2.9 / 2**0.5)
     start = "Rank 1's data look different: since step 64 its activations vary"
     assert text == f"{start} 4 times as much as the others' in bn1 (now)"
-    finding, text = shown(skew(1), layer("bn0", 0.0, 0.0, 0.0))
+    finding, text = find(skew(1), layer("bn0", 0.0, 0.0, 0.0))
     assert finding["variance"] == 8.5
     assert text == f"{start} 8.5 times as much as the others' in bn1 (at step 70)"
-    assert shown(skew(1, cleared=True), bn1)[0]["variance"] == 8.5
+    assert find(skew(1, cleared=True), bn1)[0]["variance"] == 8.5
 
 
 @pytest.mark.parametrize("name", ["means", "variances"])
@@ -262,9 +262,9 @@ def test_a_finding_keeps_its_numbers_where_the_figures_of_its_layer_overflow(nam
 def test_a_verdict_keeps_the_time_of_its_step_beyond_the_history():
     watcher, of = SnapshotBuilder("x"), {"findings": [skew(1, since=70)]}
     for second in range(0, 100, 4):
-        shown_at(watcher, float(second), group(member(0, step=10 * second), member(1)))
+        snapshot_at(watcher, float(second), group(member(0, step=10 * second), member(1)))
     for second in (100, 104, 1000):
-        (found,) = shown_at(watcher, float(second), group(member(0, step=10 * second), member(1), **of))["groups"]
+        (found,) = snapshot_at(watcher, float(second), group(member(0, step=10 * second), member(1), **of))["groups"]
         verdict = found["verdict"]
         assert (verdict["step"], verdict["since"]) == (70, 100.0)
         assert verdict["step_time"] == pytest.approx(7.0)
@@ -273,23 +273,23 @@ def test_a_verdict_keeps_the_time_of_its_step_beyond_the_history():
 def test_trends_are_bounded_in_whichever_order_a_server_reports_its_groups():
     watcher, groups = SnapshotBuilder("x"), [group(member(0), job=f"job {number}") for number in range(2 * MAX_TRENDS)]
     for second in range(0, 24, 4):
-        shown = shown_at(watcher, float(second), *groups[:: 1 if second < 12 else -1])
-    assert [bool(found["trend"]["seconds"]) for found in shown["groups"]] == [True] * MAX_TRENDS + [False] * MAX_TRENDS
+        snapshot = snapshot_at(watcher, float(second), *groups[:: 1 if second < 12 else -1])
+    assert [bool(one["trend"]["seconds"]) for one in snapshot["groups"]] == [True] * MAX_TRENDS + [False] * MAX_TRENDS
 
 
 def test_nothing_is_kept_of_jobs_that_ended_long_ago():
     watcher = SnapshotBuilder("x")
     for number in range(200):
         of = group(member(0), job=f"job {number}", figures=figures(layer("bn1", 0.1)))
-        shown = shown_at(watcher, 10.0 * number, of)
-    assert len(shown["groups"]) == 1 + MAX_OVER
+        snapshot = snapshot_at(watcher, 10.0 * number, of)
+    assert len(snapshot["groups"]) == 1 + MAX_OVER
     assert len(watcher._watched) <= 1 + MAX_OVER
 
 
 def test_members_have_flags_shares_and_round_trips():
     trip = {"median": 0.002, "p99": 0.006}
     of = group(member(0, round_trip=trip), member(1), findings=[skew(1)], slowest=0, held=0.25)
-    first, second = shown_at(SnapshotBuilder("x"), 0.0, of)["groups"][0]["members"]
+    first, second = snapshot_at(SnapshotBuilder("x"), 0.0, of)["groups"][0]["members"]
     assert (first["flag"], first["severity"], first["share"]) == ("slow", 2, 0.25)
     assert (first["median"], first["p99"]) == (0.002, 0.006)
     assert (second["flag"], second["severity"], second["share"]) == ("differs", 2, 0.0)

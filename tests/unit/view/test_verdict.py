@@ -129,11 +129,11 @@ def test_the_cards_and_the_flags_agree_with_the_verdict(name):
     if "over" not in of:
         (of,) = SnapshotBuilder("x").update(NOW, report(of))["groups"]
     found = verdicts(of, NOW)
-    shown = cards(of, found)
-    assert [card["name"] for card in shown] == ["Ranks", "Speed", "Waiting", "Data", "Numbers"]
+    rows = cards(of, found)
+    assert [card["name"] for card in rows] == ["Ranks", "Speed", "Waiting", "Data", "Numbers"]
     severities = {"unknown": 0, "good": 0, "watch": 2, "bad": 3}
-    assert max(severities[card["state"]] for card in shown) == (severity if severity > 1 else 0)
-    assert all(card["value"] and card["note"] for card in shown), shown
+    assert max(severities[card["state"]] for card in rows) == (severity if severity > 1 else 0)
+    assert all(card["value"] and card["note"] for card in rows), rows
     flagged = {one["member"]: one["severity"] for one in of["members"] if one.get("flag")}
     assert rank is None or flagged.get(rank, severity) == severity
     assert severity > 1 or not flagged
@@ -164,8 +164,8 @@ def test_the_lesser_verdicts_follow_the_first_one():
         "Rank 1 brought the first NaN: forward of layer3.0.bn1, step 1871, 28 steps earlier, in 4 of 256 channels"
     )
     assert third.text.startswith("Rank 2's data look different")
-    (shown,) = SnapshotBuilder("x").update(NOW, report(of))["groups"]
-    assert shown["verdict"]["also"] == [second.text, third.text]
+    (entry,) = SnapshotBuilder("x").update(NOW, report(of))["groups"]
+    assert entry["verdict"]["also"] == [second.text, third.text]
 
 
 def test_a_job_that_ended_in_good_order_says_so_first():
@@ -238,7 +238,7 @@ def test_a_young_job_says_when_its_slow_rank_is_known():
 
 
 def test_the_start_of_a_slow_rank_is_that_of_the_window_that_shows_it():
-    def begun(*seen):
+    def slow_since(*seen):
         builder = SnapshotBuilder("x")
         for second, slowest, held, length in seen:
             known = {"slowest": slowest, "held": held, "held_seconds": length} if slowest is not None else {}
@@ -246,11 +246,11 @@ def test_the_start_of_a_slow_rank_is_that_of_the_window_that_shows_it():
         return verdict["state"], verdict["since"], verdict["from_start"]
 
     young, even = (0, None, 0.0, 0.0), (60, 1, 0.02, 60.0)
-    assert begun(young, (40, 1, 0.3, 10.0), (90, 1, 0.3, 60.0)) == ("slow", NOW + 30, True)
-    assert begun(young, even, (120, 1, 0.3, 60.0)) == ("slow", NOW + 60, False)
-    assert begun(young, (90, 2, 0.3, 60.0), (150, 1, 0.3, 60.0)) == ("slow", NOW + 90, False), "another rank"
-    assert begun((0, 1, 0.3, 60.0), (9, 1, 0.3, 60.0)) == ("slow", None, True), "slow before the first report"
-    assert begun(young, even) == ("healthy", None, False)
+    assert slow_since(young, (40, 1, 0.3, 10.0), (90, 1, 0.3, 60.0)) == ("slow", NOW + 30, True)
+    assert slow_since(young, even, (120, 1, 0.3, 60.0)) == ("slow", NOW + 60, False)
+    assert slow_since(young, (90, 2, 0.3, 60.0), (150, 1, 0.3, 60.0)) == ("slow", NOW + 90, False), "another rank"
+    assert slow_since((0, 1, 0.3, 60.0), (9, 1, 0.3, 60.0)) == ("slow", None, True), "slow before the first report"
+    assert slow_since(young, even) == ("healthy", None, False)
 
 
 def test_a_rate_covers_four_seconds_and_is_zero_while_a_round_is_open():
@@ -259,8 +259,8 @@ def test_a_rate_covers_four_seconds_and_is_zero_while_a_round_is_open():
     def rates(second, rounds, **more):
         step = rounds // 10
         of = group(*[one | {"step": step} for one in FOUR], rounds_done=rounds, **more)
-        (shown,) = builder.update(NOW + second, report(of))["groups"]
-        return shown["rounds_per_second"], shown["members"][0]["steps_per_second"]
+        (entry,) = builder.update(NOW + second, report(of))["groups"]
+        return entry["rounds_per_second"], entry["members"][0]["steps_per_second"]
 
     assert rates(0, 0) == (None, None)
     assert rates(1, 20) == (20.0, 2.0), "a first rate does not wait"
@@ -277,43 +277,43 @@ def test_no_rate_spans_a_restart_of_the_server():
     rates = []
     for second in range(9, 15):
         groups = [] if second < 11 else [group(*FOUR, rounds_done=100 * (second - 2))]
-        (shown,) = builder.update(NOW + second, report(*groups, server="new"))["groups"]
-        rates.append(shown["rounds_per_second"])
+        (entry,) = builder.update(NOW + second, report(*groups, server="new"))["groups"]
+        rates.append(entry["rounds_per_second"])
     assert rates == [100.0, 100.0, None, 100.0, 100.0, 100.0]
-    assert shown["trend"]["rounds_per_second"] == [100.0, 100.0]
+    assert entry["trend"]["rounds_per_second"] == [100.0, 100.0]
 
 
 def test_all_ranks_of_a_broken_job_reach_the_step_of_the_lost_one():
-    (shown,) = SnapshotBuilder("x").update(NOW, report(group(FOUR[0], *FOUR[2:], world_size=4, **KILLED)))["groups"]
-    assert {one["step"] for one in shown["members"]} == {BY["step"]}
+    (entry,) = SnapshotBuilder("x").update(NOW, report(group(FOUR[0], *FOUR[2:], world_size=4, **KILLED)))["groups"]
+    assert {one["step"] for one in entry["members"]} == {BY["step"]}
 
 
 def test_a_broken_job_has_stopped():
     builder = SnapshotBuilder("x")
     builder.update(NOW, report(group(*FOUR)))
     of = group(FOUR[0], *FOUR[2:], world_size=4, **KILLED, rounds_done=120)
-    (shown,) = builder.update(NOW + 2, report(of))["groups"]
-    assert shown["cards"][1] == {"name": "Speed", "value": "Stopped", "note": "after 120 rounds", "state": "unknown"}
-    assert {one["steps_per_second"] for one in shown["members"]} == {None}
-    doing = [one["doing"] for one in shown["members"]]
+    (entry,) = builder.update(NOW + 2, report(of))["groups"]
+    assert entry["cards"][1] == {"name": "Speed", "value": "Stopped", "note": "after 120 rounds", "state": "unknown"}
+    assert {one["steps_per_second"] for one in entry["members"]} == {None}
+    doing = [one["doing"] for one in entry["members"]]
     assert doing == ["ends with the job", "was lost", *["ends with the job"] * 2]
-    assert [event["text"] for event in builder.update(NOW + 3, report(of))["events"]] == [shown["verdict"]["text"]]
+    assert [event["text"] for event in builder.update(NOW + 3, report(of))["events"]] == [entry["verdict"]["text"]]
 
 
 def test_a_silent_rank_is_dated_by_its_last_sign_of_life():
     builder = SnapshotBuilder("x")
     builder.update(NOW, report(group(*FOUR)))
     silent = {"lost": "rank 1 was lost", "lost_by": KILLED["lost_by"] | {"cause": "no sign of life for 3.5 s"}}
-    (shown,) = builder.update(NOW + 9, report(group(FOUR[0], *FOUR[2:], world_size=4, **silent)))["groups"]
-    assert shown["verdict"]["since"] == NOW + 9 - 3.5
+    (entry,) = builder.update(NOW + 9, report(group(FOUR[0], *FOUR[2:], world_size=4, **silent)))["groups"]
+    assert entry["verdict"]["since"] == NOW + 9 - 3.5
 
 
 def test_a_broken_job_broke_no_later_than_it_ended():
     builder = SnapshotBuilder("x")
     builder.update(NOW, report(group(*FOUR)))
     over = ended(seconds=1.5, **KILLED)
-    (shown,) = builder.update(NOW + 1, report(ended=[over]))["groups"]
-    assert shown["verdict"]["since"] == shown["over"]["time"] == NOW - 0.5
+    (entry,) = builder.update(NOW + 1, report(ended=[over]))["groups"]
+    assert entry["verdict"]["since"] == entry["over"]["time"] == NOW - 0.5
 
 
 def test_a_long_wait_is_always_reported():
