@@ -32,7 +32,7 @@ Array = Tensor | np.ndarray[Any, Any]
 LIST, TUPLE, DICT, COUNTER = 1, 2, 3, 4
 TENSOR, NDARRAY = 5, 6
 
-MAX_ARRAYS = 65_536  # each takes 700 bytes, however short its description; a large model with its optimizer has 30,000
+MAX_ARRAYS = 65_536  # even an empty array takes 700 bytes of memory; a large model with its optimizer has 30,000
 MAX_DIMENSIONS = 32  # the limit of numpy 1.26; numpy 2 and torch allow 64
 MAX_BYTES = 2**63 - 1  # of an array, with dimensions of length 0 counted as 1: a size is a signed 64-bit integer
 
@@ -45,7 +45,7 @@ NUMPY_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ["bool", *_NU
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 _PLAIN = {type(None), bool, int, float, str, bytes}
-_CONTAINERS = {LIST: list, TUPLE: tuple, COUNTER: Counter, DICT: dict}  # Counter first: it is a dict too
+_CONTAINERS = {LIST: list, TUPLE: tuple, COUNTER: Counter, DICT: dict}  # Counter before dict, its base class
 
 _LENGTH = struct.Struct("<I")
 
@@ -101,7 +101,7 @@ def to_devices_of(state: Any, reference: Any) -> Any:
 
 
 def _container(value: Any) -> int | None:
-    """Code of a container; a subclass of list has none, as ranks that load it would get a plain list."""
+    """Code of a container; a subclass of tuple or dict has that of its base class, a subclass of list has none."""
     for code, kind in _CONTAINERS.items():
         if type(value) is kind or (kind is not list and isinstance(value, kind)):
             return code
@@ -166,7 +166,7 @@ def _bytes(array: Array, dtype: str) -> bytes:
     if not array.numel():
         return b""
     plain = array.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # `numpy()` would prevent resizing of the storage, which FSDP needs for parameters.
+    # Not `numpy()`: it makes the storage fixed in size, and FSDP resizes the storage of parameters.
     return np.from_dlpack(plain.reshape(-1).view(torch.uint8)).tobytes()
 
 

@@ -26,7 +26,7 @@ _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 def hide_internal_frames(error: StatsdBNError, *, for_caller: bool = False) -> None:
     """Hide all our frames except the first in an error's traceback, and add a note with the error's documentation page.
 
-    `for_caller` hides the first one too: as the error propagates, Python adds the frame of our calling function.
+    `for_caller` hides the first frame too: Python then adds the frame of the caller, another function of ours.
     """
     note = f"see docs/errors.md#{type(error).__name__.lower()}"
     if note not in getattr(error, "__notes__", ()):
@@ -78,7 +78,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 def _is_inside(trace: TracebackType) -> bool:
     package, file = _module_of(trace.tb_frame).partition(".")[0], trace.tb_frame.f_code.co_filename
-    # The file decides too: a user's module may have the name of one of the standard library, such as `sched`.
+    # Check the file too: a user's module may have the name of a standard module, such as `sched`.
     return package in _INSIDE or (package in sys.stdlib_module_names and file.startswith(_STANDARD_LIBRARY))
 
 

@@ -24,7 +24,7 @@ from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationErro
 from statsd_bn.keys import ClientKeys
 from statsd_bn.text import escape, log_line, wrap
 
-DEFAULT_HTTP = "127.0.0.1:8321"  # of the page of `view`
+DEFAULT_HTTP = "127.0.0.1:8321"  # address of `view`'s page
 MISSING_EXTRA = "view needs the extra `view`: pip install '.[view]' in a clone (there is no {})"
 
 # Maximum characters of the first line of a command's error, and of a line of the log: the longest error of the project
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         COMMANDS[name](rest)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of the pipe, such as `head`, has exited; the interpreter would write the rest at exit.
+        # The pipe's reader, such as `head`, has exited. Discard what the interpreter would write at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except tuple(EXIT_CODES) as error:
         print(wrap(f"statsd_bn: {log_line(error)}", ERROR_LINE), file=sys.stderr)  # noqa: T201 - the command's error
@@ -67,7 +67,7 @@ class PlainFormatter(logging.Formatter):
 
 
 class RateLimitFilter(logging.Filter):
-    """Logs at most 30 messages of a kind per minute; the first one of the next minute counts the suppressed ones."""
+    """Logs at most 30 messages of a kind per minute; the next minute's first message gives the number suppressed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def _check(arguments: list[str]) -> None:
     keys = load_query_keys(found.curve) if found.curve else None
     may_ask = keys or boolean(os.environ, "STATSD_BN_INSECURE") or not needs_keys(endpoint)
     if may_ask or not is_greeted(endpoint):
-        with suppress(AuthenticationRefused):  # an answer too
+        with suppress(AuthenticationRefused):  # a refusal is an answer too
             ask(endpoint, CHECK_SECONDS, keys)
 
 

@@ -178,7 +178,7 @@ def _number_type(option: "Field[Any]") -> Callable[[str], float]:
 
 
 def _limit(found: Any, environ: Mapping[str, str], option: "Field[Any]") -> Any:
-    """A limit from its flag, from its variable, or its default."""
+    """Value of a limit: from its flag, else from its variable, else the default."""
     value, given = getattr(found, option.name), environ.get(_variable(option))
     if value is not None or not given:
         return option.default if value is None else value

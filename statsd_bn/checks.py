@@ -1,6 +1,6 @@
 """Checks of message fields, before their use.
 
-An error contains the expected value and the received one, which is shortened, since any process may have sent it.
+An error contains the expected value, and the received value shortened, because any process may have sent it.
 """
 
 import reprlib
@@ -45,7 +45,7 @@ def check_name(name: str, value: object, longest: int) -> None:
 
 def check_text(name: str, value: object, longest: int, shortest: int = 1) -> None:
     """Raises ProtocolError unless `value` is a str of `shortest` to `longest` bytes in UTF-8."""
-    # It may have several lines: it is printable except for line feeds and tabs.
+    # Unlike a name, a text may contain line feeds and tabs.
     if type(value) is not str or not is_printable_text(value) or not shortest <= len(value.encode()) <= longest:
         raise ProtocolError(
             f"{name}: expected text of {shortest} to {longest} bytes, printable but for line feeds and tabs, got "

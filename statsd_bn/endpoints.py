@@ -5,8 +5,7 @@ folder that not everyone can write to. Server and client both check this. `--ins
 TCP without keys, for a closed network.
 
 A client that cannot reach a server explains why. A server that refuses a client's key, or has no keys, sends no
-message: ZeroMQ reports the failed handshake only to the monitor of the client's socket, and may or may not retry. The
-constants below have libzmq's numbers of the monitor's events.
+message: ZeroMQ reports the failed handshake only to the monitor of the client's socket, and may or may not retry.
 """
 
 import os
@@ -62,7 +61,7 @@ def ipc_path(endpoint: str) -> Path | None:
 
 
 def needs_keys(endpoint: str) -> bool:
-    """Returns whether server and client need keys at an endpoint, unless both are insecure."""
+    """Returns whether an endpoint needs keys if `--insecure` and STATSD_BN_INSECURE are not set."""
     return endpoint.startswith("tcp://")
 
 
@@ -134,7 +133,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def user_folders(environ: Mapping[str, str]) -> list[Path]:
-    """Returns the possible paths of this user's folder: in the user's runtime folders, last in the temporary folder."""
+    """Returns the possible paths of this user's folder: first in runtime folders, last in the temporary folder."""
     # XDG_RUNTIME_DIR is ignored if it names another user's folder, as after `su`.
     folders = []
     for parent in dict.fromkeys((Path(environ.get("XDG_RUNTIME_DIR", "")), RUNTIME_FOLDERS / str(os.getuid()))):
@@ -213,8 +212,8 @@ def remove_job_folder(folder: Path) -> None:
 
 # Clients that do not reach a server.
 
-# zmq.h: ZMQ_EVENT_HANDSHAKE_*. A handshake fails without a reason (the server closed the connection), because of the
-# protocol, or because the server refused it.
+# Events of a socket's monitor, ZMQ_EVENT_HANDSHAKE_* in zmq.h. A handshake fails without a reason (the server closed
+# the connection), because of the protocol, or because the server refused it.
 _SUCCEEDED = 0x1000
 _FAILED = 0x0800
 _FAILED_BY_PROTOCOL = 0x2000

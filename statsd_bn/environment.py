@@ -9,7 +9,7 @@ from statsd_bn.errors import ConfigurationError
 PREFIX = "STATSD_BN_"
 
 SIMILARITY = 0.85  # of a misspelt name: one letter of ten is wrong, or two are swapped
-MAX_BITS = 63  # of an integer; Python converts none of more than 1,024 bits to a float
+MAX_BITS = 63  # of an integer; an integer of more than 1,024 bits overflows a float
 
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")

@@ -30,30 +30,31 @@ HEARTBEAT_MISSES = 3
 SILENCE_SECONDS = HEARTBEAT_MISSES * HEARTBEAT_SECONDS + 0.5
 MAX_DEADLINE = 86_400.0  # seconds of a round: one day
 
-# The header of a frame; a busy server's status report is the largest. Requests have a lower limit, because any client
-# may send them unasked. The longest has 33 KB: a Register whose `known` lists every second one of 16,384 members.
+# The header of a frame; the largest is that of a busy server's status report. Requests have a lower limit, because any
+# client may send them unasked. The longest request, a Register whose `known` has every second of 16,384 members, has
+# a header of 33 KB.
 MAX_HEADER_BYTES = 1_048_576
 MAX_REQUEST_HEADER_BYTES = 65_536
 
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 8 * MAX_REPLICAS * 2 * 16_384  # MAX_REPLICAS rows of 2 vectors of 16,384 channels
 
-# Nesting of an error's fields, a report, or an exchanged state: 8 in practice; a few hundred overflow the stack.
+# Levels of nesting in an error's fields, a report or an exchanged state: 8 in practice; hundreds overflow the stack.
 MAX_DEPTH = 32
 
-# Layers in one SkewStats, once a second; larger models need several. MAX_SKEW_BYTES bounds the names and line feeds.
+# Layers in one SkewStats message; a larger model needs several. MAX_SKEW_BYTES bounds the names and line feeds.
 MAX_SKEW_LAYERS = 64
 MAX_SKEW_BYTES = MAX_SKEW_LAYERS * (MAX_NAME_BYTES + 1)
 
-BUCKETS = 24  # of a histogram: their upper bounds double from 20 us to 84 s, and one is for longer durations
+BUCKETS = 24  # of a histogram: upper bounds double from 20 us to 84 s; the last bucket counts longer durations
 
-# Layers in one Figures: as many as the server stores for a group. MAX_FIGURES_BYTES bounds names and values: a server
-# with keys encrypts 1 MiB in 3 ms, and one layer of MAX_MEMBERS fits.
+# Layers in one Figures message: as many as the server stores for a group. MAX_FIGURES_BYTES bounds names and values: a
+# server with keys encrypts 1 MiB in 3 ms, and one layer's figures of MAX_MEMBERS members fit.
 MAX_FIGURES_LAYERS = 1024
 MAX_FIGURES_BYTES = 2**20
 
 MAX_GROUPS = 1024  # on one server; a group of four members at 256 channels takes 0.2 MB
-MAX_OPEN_ROUNDS = 256  # of one group; a member with one thread has one, overlapping models have a few
+MAX_OPEN_ROUNDS = 256  # of one group; a member with one thread has one open round, overlapping models have a few
 
-# Cached results of one group's latest rounds, for repeated contributions. Members in step may be one round apart, and
-# each further thread of a member adds one.
+# Cached results of one group's latest rounds, for repeated contributions. Two members may be one round apart, and each
+# further thread of a member adds one round.
 CACHED_ROUNDS = 8

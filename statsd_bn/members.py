@@ -16,7 +16,7 @@ from types import MappingProxyType
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
 
-MAX_SMALL = 512  # larger sets are not cached: in the worst case one takes a megabyte
+MAX_SMALL = 512  # larger sets are not cached: in the worst case a set takes a megabyte
 MAX_PRINTED_RUNS = 8  # of numbers, in a text
 MAX_NAMED_RANKS = 8  # with their places, in a text
 

@@ -69,7 +69,7 @@ Counter = Annotated[int, integer_in(0, limits.MAX_COUNTER)]
 
 def digest(token: bytes) -> bytes:
     """Returns the digest that names a session in the server's messages; it has the length of a token."""
-    # A session is a secret: its holder can speak for the member, so it travels only from the member to the server.
+    # A session's token is secret: its holder can act as the member. So it travels only from the member to the server.
     return blake2b(token, digest_size=limits.TOKEN_BYTES, person=b"sbn session").digest()
 
 
@@ -132,7 +132,7 @@ class Register(Checked, number=1):
 class Registered(Checked, number=2):
     """The server has registered the member, and reports whether the group is open."""
 
-    digest: Token  # of the session, because the answer may reach another process
+    digest: Token  # of the session that it answers; not the token: another process may receive the answer
     server: Token
     epoch: Counter
     first_step: Counter
@@ -194,7 +194,7 @@ def format_missing_members(group: str, size: int, present: Members, missing: int
 # Rounds.
 
 
-# Not frozen: that would triple the time to set the fields, and each frame of a round creates one.
+# Not frozen: a frozen class takes three times as long to set its fields, and each frame of a round makes an object.
 @dataclass(slots=True, eq=False)
 class Contribution:
     """One member's rows for one round."""
@@ -281,7 +281,7 @@ class Pending(Checked, number=10):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result(Checked, number=11):
-    """The aggregate of a round that a member received before the server restarted."""
+    """A round's aggregate, which the member received before the server restarted."""
 
     session: Token
     aggregate: Aggregate
@@ -315,13 +315,13 @@ class Status(Checked, number=8):
 
 
 class _LayerFigures(Checked):
-    """Figures of layers, see `statsd_bn.skew`: `layers` has a line for each, `values` shape (layers, members, 4)."""
+    """Figures of layers, see `statsd_bn.skew`: `layers` has a line per layer, `values` shape (layers, members, 4)."""
 
     __slots__ = ()
 
     layers: str
     values: FloatArray
-    _bounds: ClassVar[tuple[int, int]]  # least and most layers
+    _bounds: ClassVar[tuple[int, int]]  # smallest and largest number of layers
 
     @property
     def names(self) -> list[str]:
@@ -393,7 +393,7 @@ class RoundTrips(_Durations, number=18):
 
 @dataclass(frozen=True, slots=True)
 class LatenessReport(_Durations, number=20):
-    """How much later than the others a member arrived, each time that it was last in a round in shared memory."""
+    """How much later than the others a member arrived at the shared-memory rounds to which it came last."""
 
 
 @dataclass(frozen=True, slots=True)

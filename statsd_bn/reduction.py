@@ -8,7 +8,7 @@ order. So four virtual replicas, four processes and a retried round give the sam
 `Moments` interpret a layer's rows. A replica measures its slice stably, as a mean and a centred sum of squares (Chan,
 Golub & LeVeque, "Algorithms for computing the sample variance", 1983), and converts them here, in float64, into the
 sums that travel. A subtraction converts the sums back into a variance, with a relative error near
-2^-53 * mean^2 / var; in float32 it would cost 2^-24 * mean^2 / var, which leaves nothing at mean/std = 10,000.
+2^-53 * mean^2 / var. In float32 the error would be 2^-24 * mean^2 / var: no digit is correct at mean/std = 10,000.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,15 +29,15 @@ FloatArray = npt.NDArray[np.float64]
 new = object.__new__
 
 
-# Not frozen: that would triple the time to set the fields, and each frame of a round creates one.
+# Not frozen: a frozen class takes three times as long to set its fields, and each frame of a round makes an object.
 @dataclass(slots=True, eq=False)
 class Rows:
     """One member's rows for a round, one per replica.
 
     Attributes:
         counts: values per channel of each replica, exact integers >= 0.
-        values: shape (replicas, vectors, channels), float64. Two vectors: Σx and Σx² forward, Σdy and Σdy·(x-mean)
-            backward. In a gather one replica and one vector, whose bits are the member's bytes.
+        values: shape (replicas, vectors, channels), float64. A layer's forward round has the vectors Σx and Σx², its
+            backward round Σdy and Σdy·(x-mean). A gather has one replica and one vector, made of the member's bytes.
     """
 
     counts: tuple[int, ...]
@@ -66,7 +66,7 @@ _ignores_errors = ContextVar("_ignores_errors", default=False)  # scoped to the 
 
 
 def ignore_float_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function that computes with infinity and NaN without numpy's warnings; nested calls cost nothing."""
+    """Decorates a function to compute with infinity and NaN without numpy's warnings; nested calls cost nothing."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -83,7 +83,7 @@ def ignore_float_errors(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def sum_in_order(rows: Iterable[FloatArray]) -> FloatArray:
-    """Returns ((row_0 + row_1) + row_2) + ... in float64, a new array; the rows, at least one, have one shape."""
+    """Returns ((row_0 + row_1) + row_2) + ... in float64, as a new array; takes one row or more, all of one shape."""
     first, *others = rows
     if not others:
         return np.array(first, dtype=np.float64)
@@ -127,7 +127,7 @@ class NonFiniteChannels(NamedTuple):
 
 def find_non_finite(values: FloatArray) -> NonFiniteChannels:
     """Returns the non-finite channels of a sum of shape (vectors, channels)."""
-    # The first non-finite vector of a channel decides its kind: infinity may become NaN in the others.
+    # The first non-finite vector of a channel decides its kind: infinity may become NaN in later vectors.
     are_non_finite = ~np.isfinite(values)
     channels = np.flatnonzero(are_non_finite.any(axis=0))
     firsts = values[are_non_finite.argmax(axis=0)[channels], channels]

@@ -1,4 +1,4 @@
-"""Skew: how far the data of a group's members differ, by their rows in forward rounds. Pure arithmetic.
+"""Skew: how far the data of a group's members differ, computed from their rows in forward rounds. Pure arithmetic.
 
 Of N values in a channel, with mean μ and variance σ², member r has n_r values with mean μ_r. The share of the variance
 that lies between the members is
@@ -152,7 +152,7 @@ class SkewDetector:
         self._max_layers = max(1, min(MAX_LAYERS, MAX_LAYER_MEMBERS // members))
         self._layer_bytes = LAYER_BYTES + MEMBER_BYTES * members
         self._layers: dict[str, _Layer] = {}
-        # Per pair of members with equal data: the first step, and the number of samples since.
+        # Per pair of members with equal data: the first step, and the number of samples since that step.
         self._pairs: dict[tuple[int, int], tuple[int, int]] = {}
         # Samples since a reported outlier or pair was last seen, by member and other member.
         self._absence: dict[tuple[int, int | None], int] = {}
@@ -312,8 +312,8 @@ def _equal_pairs(values: FloatArray) -> Iterable[tuple[int, int]]:
 
 def merge_order(known: Mapping[str, object], names: Sequence[str], most: int) -> list[str]:
     """Returns all layers in the order of a step."""
-    # The order of `names`; a known layer without a sample stays before the sampled layer that followed it. New layers
-    # at the end of `names` come last.
+    # Sampled layers keep the order of `names`; a known layer without a sample stays before the sampled layer that
+    # followed it. New layers at the end of `names` come last.
     sampled = set(names)
     new = [name for name in names if name not in known][: most - len(known)]
     before: dict[str, list[str]] = {}

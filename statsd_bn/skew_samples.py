@@ -34,7 +34,7 @@ MAX_LAYERS, MAX_BYTES, MAX_LAYER_BYTES = limits.MAX_SKEW_LAYERS, 2**22, 2**18
 # Layers in the schedule; models have hundreds. The bytes are those of one layer with a long name.
 MAX_SCHEDULED, SCHEDULED_BYTES = 4096, 512
 
-SLACK = 1.5  # turns are longer than necessary, so that a step's last layers never wait for the first ones
+SLACK = 1.5  # lengthens a layer's interval: the first layers are due again only after the last ones have had a turn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +155,7 @@ def _by_member(counts: Sequence[int], replicas: Sequence[int], values: FloatArra
 
 def figures_of_step(samples: Sequence[Sample]) -> tuple[int, dict[str, FloatArray]] | None:
     """Returns the samples' step, and the figures of their layers by name; None if there are no finite figures."""
-    # Squares may be finite, and their sum not.
+    # Finite squares may have an infinite sum.
     computed = {sample.key.layer: compute_figures(sample.counts, sample.values) for sample in samples}
     figures = {layer: values for layer, values in computed.items() if is_finite(values)}
     return (samples[0].key.step, figures) if figures else None

@@ -16,7 +16,7 @@ from statsd_bn import limits
 
 CONTINUED = "    "  # indentation of a line that continues the sentence of the line before
 
-FIRST_LINE = 80  # its width; Python prints module and class before it, at most 40 characters, so both fit into 120
+FIRST_LINE = 80  # width of an error's first line, after its module and class, which take up to 40 of 120 columns
 MAX_ROWS, FEW_ROWS = 16, 3  # of a table; if more ranks wait, it shows a few of each section and counts the others
 
 # A first line is preferably broken after one of these that begins at column `_SHORTEST` or later.

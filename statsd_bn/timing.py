@@ -14,8 +14,8 @@ BOUNDS: tuple[float, ...] = tuple(20e-6 * 2**power for power in range(limits.BUC
 MAX_BUCKET = 2**64 - 1  # a bucket counts no further, whatever members report
 MAX_NEW = 2**16  # durations between two heartbeats: few jobs have 65,536 rounds in a second
 
-# A member reports every SECONDS, in groups of more than MAX_FREQUENT members less often. Without new durations it
-# repeats its report after REPEAT_INTERVALS.
+# A member reports at intervals of SECONDS, or longer ones in groups of more than MAX_FREQUENT members. Without new
+# durations it repeats its report after REPEAT_INTERVALS such intervals.
 SECONDS, MAX_FREQUENT, REPEAT_INTERVALS = 1.0, 64, 10
 
 

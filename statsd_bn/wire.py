@@ -1,6 +1,6 @@
 """Message <-> bytes: one frame per message, as docs/protocol.md specifies it.
 
-A message is one frame instead of three, because each ZeroMQ frame costs about a system call. Values are raw numbers
+Prelude, header and values share a frame, because each ZeroMQ frame costs about a system call. Values are raw numbers
 instead of msgpack floats: they become an array without a loop or a copy. In each round over the server a member sends a
 Contribution and receives an Aggregate, so these two have headers of fixed fields, which one `struct` call reads.
 
@@ -44,13 +44,13 @@ _CONTRIBUTION_TYPE, _AGGREGATE_TYPE = bytes([Contribution.type]), bytes([Aggrega
 _CONTRIBUTION_HEADER = struct.Struct("<BBH8sIQQQQ")
 _AGGREGATE_HEADER = struct.Struct("<BBHIIIQQQQ")
 
-# Prelude and header in one. The first count is included, since most members have one replica.
+# Prelude and header in one struct; a contribution's first count too, since most members have one replica.
 _CONTRIBUTION_FRAME = struct.Struct(f"{_PRELUDE.format}{_CONTRIBUTION_HEADER.format[1:]}Q")
 _AGGREGATE_FRAME = struct.Struct(f"{_PRELUDE.format}{_AGGREGATE_HEADER.format[1:]}")
 _COUNT_BYTES = _VALUE_BYTES = 8
 _COUNTS = _CONTRIBUTION_FRAME.size - _COUNT_BYTES
 
-# The longest key: four names, three integers of 9 bytes, and the length of each.
+# The longest key in msgpack: four texts with 3 bytes before each, three integers of 9 bytes, and the array's byte.
 _KEY_FIELDS = 7
 _MAX_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_PHASE_BYTES + 3 * 9 + 4 * 3 + 1
 
@@ -330,7 +330,7 @@ def _header_end(frame: bytes, max_header: int) -> int:
 def _values_in(frame: bytes, end: int, shape: tuple[int, ...]) -> FloatArray:
     """Returns the values of this shape behind the header, which ends at `end`, as a view into the frame."""
     start, size = (end + 7) & -8, 8 * prod(shape)
-    # Shapes from the wire are unsigned.
+    # The numbers of a shape are unsigned on the wire, so all are positive if `size` is positive.
     if size and len(frame) == start + size and frame[end:start] == _PADDING[start - end]:
         return np.ndarray(shape, _FLOAT, frame, start)
     if not size:

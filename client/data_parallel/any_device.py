@@ -126,8 +126,8 @@ def parallel_apply(
 ) -> list[Any]:
     """Run every replica in a separate thread, in the caller's grad, inference and autocast modes.
 
-    The caller's thread runs none: thread-local state, such as the hooks of a checkpoint around the wrapper, must apply
-    to all replicas or none.
+    The caller's thread runs no replica: thread-local state, such as the hooks of a checkpoint around the wrapper, must
+    apply to all replicas or none.
     """
     outputs: dict[int, Any] = {}
     failures: list[BaseException] = []
@@ -201,7 +201,7 @@ def _concatenate(parts: Sequence[Tensor], device: Device, dim: int) -> Tensor:
         return torch.cat([part.to(device) for part in parts], dim)
 
 
-# The queue of each idle worker. Append and pop are atomic: a lock could be held during a fork.
+# The queue of each idle worker. Append and pop are atomic, without a lock that a fork could leave locked.
 _idle_workers: list["SimpleQueue[tuple[Task, threading.Lock]]"] = []
 os.register_at_fork(after_in_child=_idle_workers.clear)  # a forked child has the caller's thread only
 

@@ -1,8 +1,8 @@
 """Barrier at which the replica threads of one process meet, in layers and for the messages of `SyncMaster`.
 
-All replicas share one autograd node, because a node that waited for its sibling would block the thread that has to run
-the sibling. When all replicas wait, the barrier combines their values. After a failure, a timeout or a mismatch
-every waiting replica raises.
+In a layer's call all replicas share one autograd node, because a node that waited for its sibling would block the
+thread that has to run the sibling. When all replicas wait, the barrier combines their values. After a failure, a
+timeout or a mismatch every waiting replica raises.
 """
 
 import threading
@@ -43,7 +43,7 @@ class Barrier:
         return len(self._finished) == self.nr_replicas
 
     def wait(self, replica: int, point: str, value: Any, combine: Combine) -> Any:
-        """Wait for all replicas, and return this one's result; the last to arrive combines the values in replica order.
+        """Wait for all replicas; the last to arrive combines the values in replica order. Return this replica's result.
 
         Raises RoundMismatch, ReplicaLost, RoundTimeout, or the error of `combine`.
         """
@@ -76,7 +76,7 @@ class Barrier:
             self._release_all()
 
     def _advance(self, combine: Combine | None) -> None:
-        """Once no replica is running, combine the values or fail, and release the waiters; after a failure, release."""
+        """Once all replicas wait or have finished, combine or fail. Release the waiters then, and after any failure."""
         if self._failure is None:
             if not self._waiters or len(self._waiters) + len(self._finished) < self.nr_replicas:
                 return

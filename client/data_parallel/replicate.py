@@ -108,7 +108,7 @@ class DataParallelWithCallback(nn.DataParallel[Any]):
 
     @api_boundary
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Run the replicas; an exception in one stops its siblings in this layer or the next, and is raised here."""
+        """Run the replicas; an exception in one stops the others in their current or next layer, and is raised here."""
         return _parallel_apply(self, replicas, inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:

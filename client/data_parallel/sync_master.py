@@ -11,7 +11,7 @@ As in Synchronized-BatchNorm-PyTorch copy 0 puts its `SyncMaster` on the context
     def forward(self, x):
         total = self.master.run_master(x.sum()) if self.pipe is None else self.pipe.run_slave(x.sum())
 
-In the original the other replicas wait for ever if one raises; here the barrier of the synchronised layers raises in
+In the original, if a replica raises, the others wait for ever; here the barrier of the synchronised layers raises in
 each waiting replica at once. Messages stay in the process; ranks exchange values by `Connection.all_gather`.
 """
 

@@ -8,7 +8,7 @@ the exception gets the cause as a note.
 An NCCL collective returns at once, and the main thread blocks later, in a call that reads a value from the device, such
 as `loss.item()`; no stack frame shows this. The thread counts as blocked while its stack does not change and torch's
 flight recorder reports an unfinished operation. A process that makes progress is never ended. If the other ranks exited
-cleanly, a process is ended only in a collective of DistributedDataParallel, which waits for their training step.
+cleanly, a process is ended only in a collective of DistributedDataParallel, which needs a training step of those ranks.
 """
 
 import logging
@@ -38,8 +38,8 @@ CAUSE_SECONDS = limits.SILENCE_SECONDS + 0.5
 # some moments apart.
 EXIT_SECONDS = 3.0
 
-# How long the main thread's stack must stay the same before NCCL collectives are aborted, unless it shows a
-# collective. Until then the other ranks may still start the last collective, and it may complete.
+# If the main thread's stack shows no collective: how long it must stay the same before NCCL collectives are aborted.
+# Until then the other ranks may still start the last collective, and it may complete.
 STALL_SECONDS = 3.0
 
 # Identifies errors of collectives by their text: a backward pass raises them like errors of the model.
@@ -108,7 +108,7 @@ class BrokenJob:
         if not (is_clean or sample.is_in_call):
             self._log(error, sample)
         collective = None if sample.is_in_call else sample.collective
-        # A call of this package has raised by now if it waited for the server; one that still runs waits for a device.
+        # A call of this package has raised by now if it waited for the server; if it still runs, it waits for a device.
         call = collective.call if collective else self.sampler.nccl_progress()
         if call is None:
             self._blocked = None

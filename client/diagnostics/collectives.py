@@ -23,8 +23,8 @@ _C = "torch._C._distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _ENGINE = "torch.autograd.graph"
 
-# Functions that compute, or wait in a collective that has no Python function: DistributedDataParallel agrees on the
-# order of the gradients in one forward pass, and in its hook for torch's `Join` after the end of a rank's data.
+# Functions that compute, or wait in a collective that has no Python function: the backward pass, and two functions in
+# which DistributedDataParallel agrees once on the order of the gradients (`main_hook` serves torch's `Join`).
 _MAY_COMPUTE = {_ENGINE: frozenset({"_engine_run_backward"}), _DDP: frozenset({"_pre_forward", "main_hook"})}
 
 # Functions that wait for all ranks of a group, by module. `recv` and the like wait for one rank, which is unknown. The
@@ -154,7 +154,7 @@ def groups() -> list[TorchGroup]:
 def rank_in_torch() -> int | None:
     """Returns this process's rank in torch's default process group; None without such a group."""
     c10d = sys.modules.get(_C10D)
-    # A fast path: each round of a process without a connection asks, usually without such a group.
+    # The fast path: a process without a connection calls this in each round, usually without such a group.
     if c10d is None or getattr(getattr(c10d, "GroupMember", None), "WORLD", c10d) is None:
         return None
     try:
@@ -228,7 +228,7 @@ def _torch_group(group: Any) -> TorchGroup | None:
         ranks = tuple(sorted(world.pg_group_ranks[group]))
         if ranks[-1] < _MAX_RANKS:
             launched, backends = int(group._get_sequence_number_for_group()), []  # noqa: SLF001 - as above
-            with suppress(Exception):  # of another version; devices may use several, as in "cpu:gloo,cuda:nccl"
+            with suppress(Exception):  # another version; a group may have several backends: "cpu:gloo,cuda:nccl"
                 backends = [each.partition(":")[2] for each in str(world.pg_backend_config[group]).split(",")]
             return TorchGroup(str(world.pg_names[group]), ranks, launched, len(set(backends)) == 1)
     return None

@@ -2,8 +2,8 @@
 
     torch/nn/parallel/distributed.py:2425 _sync_buffers, called from train.py:57 main
 
-The line names the collective, or else the innermost frame, then the innermost frame of the user's code; in a call of
-this package only the latter. Each has file, line and function: never a value or source code.
+The line names the collective's frame, or else the innermost one, then the innermost frame of the user's code; in a call
+of this package only the user's frame. Each frame has file, line and function: never a value or source code.
 """
 
 import sys
@@ -22,7 +22,7 @@ from statsd_bn.messages import StackReport
 from statsd_bn.text import escape
 
 SAMPLE_SECONDS = 0.03  # duration of the first sample: a thread that computes uses processor time in it
-IDLE_SHARE = 0.2  # the share of a core that an idle process may use: sampling and ZeroMQ's threads wake up
+IDLE_SHARE = 0.2  # the share of a core that an idle process may use, for sampling and ZeroMQ's threads
 
 _OUR_MODULES = ("client.", "statsd_bn.")  # the server knows which of our calls a thread is in
 _LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/")
@@ -36,7 +36,7 @@ class ThreadSample:
     """The state of the main thread at one moment."""
 
     stack: str  # empty if stacks are not reported
-    collective: Collective | None = None  # in which the thread is blocked; None if it may be computing
+    collective: Collective | None = None  # in which the thread is blocked; None if it is in none, or may be computing
     torch_group: TorchGroup | None = None  # the requested process group, or else the collective's
     kind: str = ""  # of the collective, one of those in `statsd_bn.messages`
     is_in_call: bool = False  # whether the thread is in one of this package's calls, which the server sees
@@ -106,7 +106,7 @@ def main_frame() -> FrameType | None:
 
 
 def is_in_call(innermost: FrameType | None) -> bool:
-    """Whether a thread is in a call of this package, or of another library on this package's behalf."""
+    """Whether a thread is in a call of this package, or in a library other than torch that this package called."""
     for frame in frames(innermost):
         if _is_ours(frame):
             return True
@@ -118,7 +118,7 @@ def is_in_call(innermost: FrameType | None) -> bool:
 def format_stack(innermost: FrameType | None, collective: FrameType | None = None) -> str:
     """Returns a thread's position; empty if it is unknown. The frame of a collective replaces the innermost one."""
     user = next((frame for frame in frames(innermost) if _is_users(frame)), None)
-    # In a call of this package only the user's line is useful: torch's frames between merely call a layer.
+    # In a call of this package only the user's line is useful: torch's frames in between merely call a layer.
     inside = user if user and is_in_call(innermost) else collective or innermost
     if inside is None:
         return ""

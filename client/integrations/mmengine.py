@@ -39,11 +39,11 @@ class StatsdBNHook(Hook):
         self._options = options
         self._connection: Connection | None = None
 
-    def before_train(self, runner: Any) -> None:  # noqa: ARG002 - MMEngine's
+    def before_train(self, runner: Any) -> None:  # noqa: ARG002 - MMEngine's signature
         """Connects."""
         self._connection = connect_unless_connected(**self._options)
 
-    def after_train(self, runner: Any) -> None:  # noqa: ARG002 - MMEngine's
+    def after_train(self, runner: Any) -> None:  # noqa: ARG002 - MMEngine's signature
         """Disconnects."""
         if self._connection:
             self._connection.close()

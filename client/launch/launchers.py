@@ -32,7 +32,7 @@ _HOST = re.compile(r"[\w.-]+")  # a host name, or an IPv4 address
 FIRST_PORT = PORTS = 15_000
 STEP_STRIDE = 101  # steps of one job may share a host; a prime spreads their ports
 
-# A list, with its first name: "a,b", "node[01-04,07]", "rack[1-2]node[3,5]-ib".
+# A list of hosts, whose first name is group 1: "a,b", "node[01-04,07]", "rack[1-2]node[3,5]-ib".
 _HOSTS = re.compile(r"((?:[^\[\],\s]|\[[^\[\]\s]+\])+)(?:,.*)?")
 _NUMBERS = re.compile(r"\[([0-9]+)(?:[-,][0-9,-]*)?\]")
 
@@ -125,7 +125,7 @@ def store_address(environ: Mapping[str, str]) -> Setting | None:
 def is_one_node(environ: Mapping[str, str], store: StoreAddress, processes: int) -> bool:
     """Returns whether all processes are on this host according to their launcher."""
     address, task = _address(store.host), _task(environ)
-    # A process on another host could not reach the store. Other names than "localhost" may resolve to anything.
+    # No other host can reach a store on a loopback address. Other names than "localhost" may resolve to anything.
     if store.host == "localhost" or (address and address.is_loopback):
         return True
     if (local := integer(environ, "LOCAL_WORLD_SIZE", None)) is not None:

@@ -81,7 +81,7 @@ MEMBER = "member"
 
 
 class Announcement(NamedTuple):
-    """Rank 0's server and its count of the job's restarts; or the problem that prevented a server."""
+    """The endpoint of rank 0's server, and rank 0's count of the job's restarts; or why rank 0 could not start it."""
 
     endpoint: str = ""
     epoch: int = 0
@@ -251,7 +251,7 @@ class Rendezvous:
         return StoreEntry(self.settings.store, member.rank, member.world_size, life, member.seconds_to_join)
 
     def _start_server(self, secret: str | None, host: str | None) -> Connection:
-        """Starts a server and announces it; with a secret, other nodes connect at `host`, or at this host's name."""
+        """Starts a server and announces it; with a secret, other nodes connect to `host` (None: this host's name)."""
         member = self.settings.member
         address = host or socket.gethostname()
         try:
@@ -275,7 +275,7 @@ class Rendezvous:
             raise
 
     def _join_announced(self, secret: str | None) -> Connection:
-        """Connects to the server that rank 0 announces, on several nodes also to a later one."""
+        """Connects to the server that rank 0 announces; on several nodes, if that fails, to one announced later."""
         member = self.settings.member
         announcement = self._announced()
         while True:
@@ -321,7 +321,7 @@ def _check_endpoint(endpoint: str, *, is_one_node: bool) -> None:
             "different containers? Start `python -m server` at an endpoint that all ranks reach"
         ) from error
     except OSError:
-        # `check_server_socket` reports why this process cannot enter it, or that another user owns it.
+        # `check_server_socket` reports why this process cannot enter the folder, or that another user owns it.
         pass
 
 

@@ -144,7 +144,7 @@ class ServerProcess:
         return f"the server that this process started {_format_exit(code)}" if code else ""
 
     def _make_folder(self) -> None:
-        """Creates the folder unless it exists: a server removes it at its end, unless it is killed."""
+        """Creates the folder if it is missing: a server that ends without being killed has removed it."""
         if self._folder:
             make_private_folder(self._folder)
 

@@ -23,7 +23,7 @@ FLAGS = shlex.split(
     "-Wno-psabi"
 )
 
-# Seconds until a compiler counts as hung; an emulated one takes a minute.
+# Seconds until a compiler counts as hung; an emulated compiler takes a minute.
 TIMEOUT = 600
 
 
@@ -35,7 +35,7 @@ def compile_core(folder: Path = HERE, variables: Mapping[str, str] = os.environ)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
         built = Path(scratch) / LIBRARY
         if reason := _compile(built, variables):
-            (folder / LIBRARY).unlink(missing_ok=True)  # it was built from other sources
+            (folder / LIBRARY).unlink(missing_ok=True)  # the old library was built from other sources
         else:
             built.replace(folder / LIBRARY)  # atomically: another process may be loading it
     return reason

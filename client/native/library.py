@@ -112,7 +112,7 @@ class Plan(ctypes.Structure):
 
 
 class NativeRow:
-    """One pass: the own row and the sum of all rows, each of two vectors and the count.
+    """One pass: the own row and the sum of all rows, which each have two vectors and a count.
 
     `addresses` are the function's arguments between plan and stage. `is_finished`: whether the pass is complete.
     """

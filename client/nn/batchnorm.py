@@ -26,13 +26,13 @@ from statsd_bn.errors import ConfigurationError, StatsdBNError
 
 EPS_MODES = ("plus", "clamp")
 
-# Attributes of a replica, a mini-batch or a call, which copies and pickles drop. `__getstate__` adds `_chunks`, which
-# pickles of generated classes drop: they pass the chunks to `rebuilt_layer`.
+# Attributes of a replica, a mini-batch or a call: copies and pickles drop them. `__getstate__` adds `_chunks` to the
+# state; pickles of generated classes drop it, because they pass the chunks to `rebuilt_layer`.
 TRANSIENT_ATTRIBUTES = frozenset({"_replica", "_accumulator", "_deferred", "_was_called", "_bypassed", "_chunks"})
 
 
 class ExecutionMode(Enum):
-    """Implementation of a call that needs no transport yet."""
+    """Implementation of a call for which `_route` chooses no transport."""
 
     UNSYNCHRONIZED = auto()  # torch's operator: in eval, or without other ranks and replicas
     COMPILED = auto()  # our operator, under torch.compile; it chooses its transport when it runs
@@ -84,8 +84,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
 
     Raises:
         ValueError: `eps_mode`, `group`, `process_group` or `chunks` is invalid, or both `group` and `process_group` are
-            set; in `forward`, the input has other dimensions or channels, the mask another shape, or the whole batch
-            has one value per channel.
+            set; in `forward`, the input has other dimensions or channels, the mask has another shape or device, the
+            whole batch has one value per channel, or masks exclude all values.
         TypeError: `chunks` is not an int; in `forward`, the input is not floating-point, the input or `weight` is a
             DTensor, or the mask is not boolean.
         StatsdBNError: in `forward` and `backward`, the exchange with the other members failed; usually a RoundFailed.
@@ -101,7 +101,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
     _was_called: bool = False
     _bypassed: Sequence[bool] = ()  # [True] if the `forward` of a converted subclass was seen to skip `batch_norm`
     _process_group_before: NamedProcessGroup | None = None
-    converted_from: ClassVar[type[nn.Module] | None] = None  # of a converted subclass
+    converted_from: ClassVar[type[nn.Module] | None] = None  # the original class of a converted subclass
     convert_sync_batchnorm: ClassVar[Callable[..., nn.Module]]  # `client.nn.conversion` sets it
 
     def __init__(
@@ -130,8 +130,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
 
         Args:
             input: shape (N, C, *).
-            mask: shape (N, *), bool: positions that count for the statistics; None for all. Masked positions are
-                normalised like the rest.
+            mask: shape (N, *), bool: positions that count for the statistics; None for all. The other positions are
+                normalised too.
         """
         if type(input) is not Tensor or mask is not None:
             proxy: Tensor | None = input_checks.fx_proxy(self, (input,) if mask is None else (input, mask), {})
@@ -223,7 +223,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         self.forget_pending()
 
     def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
-        """Make this copy a replica of its process; raise for nested replicas, which would ignore the outer ones."""
+        """Make this copy a replica; raise ConfigurationError for nested replicas, which would not meet outer ones."""
         if self.training and any_device.is_inside_replica():
             problem = f"nested DataParallelWithCallback around layer {self.layer_name!r}"
             raise ConfigurationError(f"{problem}; wrap the model once, with all devices")
@@ -234,7 +234,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def _route(self, mask: Tensor | None) -> Transport | ExecutionMode:
-        """Choose the transport of this call, or the implementation that needs none."""
+        """Choose the transport of this call, or an `ExecutionMode`."""
         is_accumulated = self._accumulator is not None
         if not (self.training or is_accumulated or (self.running_mean is None and self.running_var is None)):
             return ExecutionMode.UNSYNCHRONIZED
@@ -243,7 +243,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
             return ExecutionMode.COMPILED
         communicator = communicator_for(self.group) if self.training and not is_accumulated else None
         if mask is None and not self._must_synchronise(communicator):
-            # In a trace or a transform, only our operators can measure the moments of a micro-batch.
+            # In a trace or a torch.func transform, only our operators can measure a micro-batch's moments.
             is_transformed = is_traced or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name
             if not is_transformed or self._active_deferred() is None:
                 return ExecutionMode.UNSYNCHRONIZED
@@ -252,7 +252,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         return transport_over(communicator, self.layer_name, self.group)
 
     def _must_synchronise(self, communicator: Communicator | None) -> bool:
-        """Whether the batch has slices elsewhere, or `recalibrate` accumulates its moments."""
+        """Whether other ranks or replicas have slices of the batch, or `recalibrate` accumulates moments."""
         if communicator is not None or self._accumulator is not None:
             return True
         if self.training and self._replica is not None:

@@ -41,7 +41,7 @@ def synchronized_batch_norm(
 
 
 def _unwrap(tensor: Any) -> Any:
-    """View a tensor as a plain Tensor: in threads of replicas and backward passes a subclass would dispatch again."""
+    """View a tensor as a plain Tensor: a subclass would dispatch again in replicas' threads and in backward passes."""
     if type(tensor) in _PLAIN_TYPES or type(tensor).__torch_function__ is nn.Parameter.__torch_function__:
         return tensor
     return tensor.as_subclass(Tensor)
@@ -73,7 +73,7 @@ class SynchronizedCall:
     transport: Transport
     accumulator: MomentAccumulator | None  # of `recalibrate`; with it the running statistics do not change
     deferred: DeferredUpdate | None  # None where each call updates the running statistics
-    replica: tuple[Barrier, int] | None  # the barrier of the process's replicas and the number of this one
+    replica: tuple[Barrier, int] | None  # barrier of the local replicas, and this replica's number; or None
 
     def normalise(self, slice_: Slice) -> Tensor:
         """Normalise the slice; if it is a replica's, together with the other replicas' slices at the barrier."""
@@ -120,7 +120,7 @@ class SynchronizedCall:
             return self._normalise_slices(slices, *of_replicas)
 
     def _normalise_slices(self, slices: list[Slice], *of_replicas: Any) -> list[tuple[Tensor, Any]]:
-        """Return for each slice the output, and the moments that its running statistics are updated with, if any."""
+        """Return for each slice its output, and the moments for an update of the running statistics, if one is due."""
         exchange = self._new_exchange(slices)
         exchange.streams = of_replicas
         outputs = _outputs(slices, exchange)
@@ -131,7 +131,7 @@ class SynchronizedCall:
         """Create the exchange of this call, over the host or on the devices of its slices."""
         transport, layer = self.transport, self.layer
         x = slices[0].input
-        # An `UNSAVED` slice's thread has gradients disabled, for which `phase_of_forward` returns FORWARD.
+        # An `UNSAVED` slice's own thread has disabled gradients: `phase_of_forward` would return FORWARD there.
         needs_gradient = x.requires_grad or any(each.input.requires_grad or each.saver is UNSAVED for each in slices)
         phase = phase_of_forward(needs_gradient=needs_gradient)
         inputs, on_host = [slice_.input for slice_ in slices], self.accumulator is not None

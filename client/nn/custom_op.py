@@ -1,8 +1,8 @@
 """Operators that compute a layer under torch.compile.
 
-Inductor fuses a slice's own moments and its normalisation with adjacent operations. A round is an operator of tensors
-and plain values, which the compiler keeps whole and in program order. It computes everything that the ranks share, so
-all ranks have the same bits, compiled or not.
+Inductor fuses a slice's own moments and its normalisation with adjacent operations. A round is one operator on
+tensors and plain values: the compiler keeps it whole and in program order. The operator computes everything that the
+ranks share, so all ranks have the same bits, compiled or not.
 """
 
 import sys
@@ -108,7 +108,7 @@ def exchange(
     if done is fresh:
         fresh.forward([local])
         collectives.record_ddp_wrapper()
-        exchange_cache.add(fresh, has_graph=False)  # the graph has the round's id instead
+        exchange_cache.add(fresh, has_graph=False)  # a compiled graph keeps only the round's id
         due = fresh.moments if deferred == NOT_DEFERRED else deferred_updates[deferred].add(fresh.moments)
     assert done.key is not None  # noqa: S101 - the forward round has set it
     statistics = done.statistics.beside(sums)
@@ -172,9 +172,9 @@ def keep_program_order() -> None:
 
     Inductor orders independent operators by their memory use, which depends on the batch size: members with different
     shapes would wait for each other in different layers. Ordered effects are dependencies between operators, but torch
-    2.13 stores a dependency under a buffer's name and looks it up under an operation's (`with_effects` in
+    2.13 stores a dependency under a buffer's name and looks it up under an operation's name (`with_effects` in
     `torch/_inductor/lowering.py`). So rounds are lowered to torch's `EffectfulKernel`, which declares its dependencies
-    itself. This happens while a graph is traced: by then inductor, which takes seconds to import, is imported if used.
+    itself. This function runs while a graph is traced: if inductor is used, its slow import has happened by then.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     lowerings = getattr(lowering, "lowerings", None)  # missing while another thread imports it
@@ -224,8 +224,8 @@ def _(sums: Tensor, *others: Any) -> Tensor:
     return sums.new_empty(3, sums.shape[1], dtype=others[-1])
 
 
-# Rounds are an effect, which the compiler must not drop, repeat or reorder: members compiled for different shapes would
-# deadlock in different layers.
+# Rounds are effects, which the compiler must not drop, repeat or reorder: otherwise members whose graphs were compiled
+# for different shapes could wait for each other in different layers.
 for _operator in ROUNDS:
     _register_effectful_op(_operator, _EffectType.ORDERED)
 
@@ -252,7 +252,7 @@ class _BatchNorm(Exchanging):
         x, weight, mask, vectors, packed, round_id = ctx.saved_tensors
         needs_input, *needs_parameters = ctx.needs_input_grad[:3]
         statistics, traced, dtype = _unpack(packed), Traced(mask), compute_type(x)
-        # `exchange` has rounded the mean: inductor would drop a rounding that a conversion to float64 follows.
+        # `vectors[0]` is the mean, rounded in `exchange`: here inductor would drop a conversion to float32 and back.
         sums = traced.sums_around(vectors[0], statistics.mean - vectors[0].double(), grad, x)
         by_input = None
         if needs_input:
@@ -288,7 +288,7 @@ def batch_norm(
     return output, statistics
 
 
-# One operator for dynamo, which would trace the code above line by line. AOTAutograd and inductor decompose it.
+# One operator for dynamo: otherwise it would trace the code above line by line. AOTAutograd and inductor decompose it.
 _library: Any = torch.library.Library("statsd_bn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(f"batch_norm{torch.library.infer_schema(batch_norm, mutates_args=())}")
 _library.impl("batch_norm", batch_norm, "CompositeImplicitAutograd")

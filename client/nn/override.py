@@ -1,7 +1,7 @@
 """Override of `batch_norm` in the `forward` of a subclass, so that the call is synchronised.
 
 A `TorchFunctionMode` sees each call of a torch function in this thread, and works under torch.compile. A replacement
-of `F.batch_norm` in the globals of the class would miss helpers in other modules, and affect other threads.
+of `F.batch_norm` in the module of the class would miss helpers in other modules, and affect other threads.
 """
 
 import inspect
@@ -28,8 +28,8 @@ _BATCH_NORM, _OPERATOR = F.batch_norm, torch.batch_norm
 # torch's function has no public name, and no type.
 _innermost_mode: Callable[[], Any] = overrides._get_current_function_mode  # noqa: SLF001
 
-# A checkpoint or an `autograd.Function` in a `forward` may recompute `batch_norm` in the backward pass, when no mode is
-# active: the recomputed call would use the statistics of this replica alone.
+# A checkpoint or an `autograd.Function` in a `forward` may recompute `batch_norm` in the backward pass, when no
+# override is active: the recomputed call would use the statistics of this replica alone.
 _IN_CHECKPOINT = "checkpoints its call of batch_norm; checkpoint the whole layer instead"
 _IN_FUNCTION = (
     "calls batch_norm in an autograd.Function, so its backward pass would use this replica's batch only; "
@@ -57,7 +57,7 @@ class BatchNormCall:
     group: Any = None
 
     def belongs_to(self, layer: Any) -> bool:
-        """Whether one of the tensors is the layer's; a layer without tensors is recognised by its channels."""
+        """Whether one of the call's tensors is the layer's; a layer without tensors is recognised by its channels."""
         mean, buffers = self.running_mean, layer._buffers.values()  # noqa: SLF001 - `buffers()` includes the children's
         # There may be several running means, such as one for each domain.
         if mean is not None and (mean is layer.running_mean or any(mean is buffer for buffer in buffers)):
@@ -74,7 +74,7 @@ class BatchNormCall:
 
     @property
     def has_tensors(self) -> bool:
-        """Whether the call has any tensor besides the input; calls without one are indistinguishable."""
+        """Whether the call has any tensor besides the input; a call without any could belong to any layer."""
         return not (self.running_mean is None and self.weight is None and self.bias is None)
 
     def forward(self) -> Tensor:
@@ -87,10 +87,10 @@ Compute = Callable[[Any, BatchNormCall, Tensor | None], Tensor]
 
 
 class BatchNormOverride(TorchFunctionMode):
-    """Mode that overrides the calls of `batch_norm` with one layer's tensors, and no others."""
+    """Mode that overrides the calls of `batch_norm` that belong to one layer, and no others."""
 
     was_called = False
-    has_unrelated_calls = False  # calls in training with the layer's channels, but without its tensors
+    has_unrelated_calls = False  # whether a call in training has the layer's number of channels, but no tensors
 
     def __init__(self, layer: Any, compute: Compute, tracked: Tensor | None, caller: CodeType | None = None) -> None:
         self._layer = layer
@@ -119,9 +119,9 @@ class BatchNormOverride(TorchFunctionMode):
 
 
 def without_override(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function outside of the innermost override: our arithmetic calls hundreds of torch functions."""
+    """Call a function outside of the innermost override, which would slow down each of its many torch functions."""
     mode = _innermost_mode()
-    is_override = isinstance(mode, BatchNormOverride)  # a condition would narrow `mode` to an untyped class
+    is_override = isinstance(mode, BatchNormOverride)  # in the `if`, mypy would narrow `mode` to an untyped class
     if not is_override:
         return function(*arguments)
     mode.__exit__(None, None, None)  # pops the innermost mode from torch's stack, where `__enter__` pushes it again
@@ -134,7 +134,7 @@ def without_override(function: Callable[..., T], *arguments: Any) -> T:
 def _check_not_recomputed(layer: Any, caller: CodeType, *, was_grad_enabled: bool) -> None:
     """Raise ConfigurationError if a checkpoint or an `autograd.Function` is active inside the layer's `forward`."""
     is_grad_enabled = torch.is_grad_enabled()
-    # torch.compile recomputes the synchronised call itself; without gradients nothing is recomputed.
+    # Under torch.compile the synchronised call is recomputed, not torch's. Without gradients nothing is recomputed.
     if is_compiling() or not (is_grad_enabled or was_grad_enabled):
         return
     # An autograd.Function that enables gradients inside leaves the backward pass to autograd.
@@ -160,6 +160,6 @@ def _autograd_function_codes() -> set[CodeType]:
 def _call_of_operator(
     input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *others: Any, **named: Any
 ) -> BatchNormCall:
-    """The call with the parameters of `torch.batch_norm`, in its order; the last one selects torch's kernel."""
+    """Return the call for arguments of `torch.batch_norm`; the last one, which selects a kernel, is dropped."""
     named.pop("cudnn_enabled", None)
     return BatchNormCall(input, running_mean, running_var, weight, bias, *others[:3], **named)

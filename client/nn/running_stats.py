@@ -94,8 +94,8 @@ def update_from(layer: Any, batch: ChannelMoments) -> None:
 def update(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor = 1, has_values: bool | Tensor) -> None:
     """Update a layer's running statistics with a batch's mean and unbiased variance, shape (C,), as torch does.
 
-    Reads no value of a tensor, because torch.compile may trace it. With `is_due` 0 nothing changes; without
-    `has_values` only the count of batches does.
+    Reads no value of a tensor, because torch.compile may trace this function. If `is_due` is 0, nothing changes;
+    if `has_values` is False, only the count of batches changes.
     """
     if not layer.track_running_stats:  # scripts switch it off temporarily
         return
@@ -135,7 +135,7 @@ def _momentum(layer: Any) -> float | Tensor:
 
 
 def in_place_buffers(layer: Any, x: Tensor, types: Collection[torch.dtype]) -> Running | None:
-    """Buffers that a backend for `types` can update in place, empty if nothing is updated; None if it cannot."""
+    """Buffers that a backend for `types` can update, empty if none are updated; None if the layer must update them."""
     if not (layer.training and layer.track_running_stats):
         return Running()
     mean, var, tracked = _buffers_of(layer)

@@ -75,7 +75,7 @@ class SubclassWithForward(SynchronizedSubclass):
         if is_compiling():
             return self._traced_forward(*args, **kwargs)
         self.__dict__.pop("_was_called", None)  # left by a call that raised, or that a checkpoint recomputed
-        # In these cases the increment of `num_batches_tracked` by the original is undone.
+        # If `is_special`, the original's increment of `num_batches_tracked` is undone.
         is_special = self._accumulator is not None or self._deferred is not None or is_inside_backward()
         tracked = self._tracked_snapshot() if is_special else None
         with BatchNormOverride(self, SubclassWithForward._compute_call, tracked, _FORWARD_CODE) as override:
@@ -87,7 +87,7 @@ class SubclassWithForward(SynchronizedSubclass):
         return output
 
     def _traced_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """`forward` under torch.compile, which compiles a batch of size 0 separately."""
+        """`forward` under torch.compile, which compiles empty batches separately: `_handle_bypass` tests for them."""
         self._was_called = False
         with BatchNormOverride(self, SubclassWithForward._compute_traced_call, self._tracked_snapshot()):
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -166,7 +166,7 @@ class SuperForward(SynchronizedBatchNorm):
 
 @input_checks.constant_in_trace
 def _warn_once(cls: Any, layer: str, *, unrelated: bool = False) -> None:
-    """Log once per class that its `forward` calls `batch_norm` without the layer's tensors too, or never with them."""
+    """Log once per class that its `forward` never calls `batch_norm` with the layer's tensors, or also without them."""
     problem = (
         "%s: the forward of %s also calls batch_norm without the layer's tensors; that call is not synchronised"
         if unrelated
@@ -218,7 +218,7 @@ def _reasons_not_derivable(original: type[nn.Module]) -> Iterator[str]:
     methods = [(name, value) for cls in _user_classes(original) for name, value in vars(cls).items()]
     if any(name == "__call__" for name, _ in methods):
         yield "it overrides __call__, which may bypass its forward"
-    # In training the `forward` of detectron2's NaiveSyncBatchNorm does not call `batch_norm`.
+    # For example, detectron2's NaiveSyncBatchNorm calls a collective, and no `batch_norm`, in training.
     names = _names_in(original.forward)
     if "batch_norm" not in names and any(map(_COLLECTIVE.search, names)):
         yield "its forward synchronises already; see client.register_conversion"
@@ -241,7 +241,7 @@ def _calls_super_of_type(method: Any) -> bool:
 def bypasses_ours(cls: type[SynchronizedBatchNorm]) -> bool:
     """Whether the `forward` of a subclass of a synchronised class calls torch's `batch_norm`."""
     names = _names_in(cls.forward)
-    return "batch_norm" in names and "forward" not in names  # with `forward` it may call ours in training
+    return "batch_norm" in names and "forward" not in names  # if it calls another `forward`, that may be ours
 
 
 def _names_in(function: Any) -> tuple[str, ...]:

@@ -22,11 +22,11 @@ from client.transports.process_group import switched_from_server
 from client.transports.transport import Transport
 
 # Number of cached calls without a graph for each layer: calls in the first run of a reentrant checkpoint, calls before
-# the first trainable parameter, and compiled ones. A pipeline has up to a few dozen micro-batches in flight.
+# the first trainable parameter, and compiled calls. A pipeline has up to a few dozen micro-batches in flight.
 MAX_WITHOUT_GRAPH = 32
 
-# The largest difference of a recomputed sum, relative to the largest sum of its vector. Kernels that add in varying
-# order round differently; the sums of another batch differ by far more. Differences up to ROUNDING count as equal.
+# The largest accepted difference of a recomputed sum, relative to the largest sum of its vector. Kernels that add in
+# varying order round differently; the sums of another batch differ by far more. Calls within ROUNDING are equally near.
 TOLERANCE, ROUNDING = 1e-3, 1e-7
 
 
@@ -70,8 +70,8 @@ class ExchangeCache:
     def find(self, layer: str, transport: Transport, replica: int, moments: ChannelMoments) -> Exchange | None:
         """The call of `layer` to which a local replica contributed these moments, if any.
 
-        Of several similar calls, for example of micro-batches, the nearest moments decide; then the distance to the
-        recomputing autograd node; then the latest call that was not recomputed yet.
+        Of several similar calls, for example of micro-batches, the one with the nearest moments is returned. If several
+        are equally near, the order is: nearest to the recomputing autograd node, not yet recomputed, latest.
         """
         with self._lock:
             calls = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
@@ -95,7 +95,7 @@ exchange_cache = ExchangeCache()
 
 
 def _first_of_node(call: Exchange, near: list[Exchange]) -> Exchange:
-    """Return `call`; of several calls with equal moments inside one node, return the next one in program order."""
+    """Return `call`, or of several calls with equal moments inside one node the next to recompute in program order."""
     first = call.positions[0]
     if not first.is_inside_node or len(call.local) > 1:  # as in `_distance_to`
         return call
@@ -108,7 +108,7 @@ def _distance_to(node: Any, call: Exchange) -> float:
     if node is None or len(call.local) > 1:  # the threads of replicas number their nodes separately
         return 0.0
     number = node._sequence_nr()  # noqa: SLF001 - as above
-    # A call inside a node is recomputed by that node, created before it; any other call by a node created after it.
+    # A call inside a node is recomputed by that older node; any other call is recomputed by a newer node.
     distances = (nr - number if is_inside_node else number - nr + 1 for nr, is_inside_node in call.positions)
     return min((distance for distance in distances if distance > 0), default=math.inf)
 
@@ -127,7 +127,7 @@ def _distances(calls: list[Exchange], replica: int, moments: ChannelMoments) -> 
 
 
 def _distance(first: ChannelMoments, again: ChannelMoments) -> float:
-    """Difference of the sums relative to each vector's largest, infinity if the counts differ; waits for devices."""
+    """Difference of the sums relative to each vector's largest sum; infinity if counts differ. Waits for devices."""
     if int(first.count) != int(again.count):
         return math.inf
     before, now = first.vectors.nan_to_num(), again.vectors.to(first.vectors.device).nan_to_num()

@@ -66,7 +66,7 @@ class AsyncChecks:
         self._lock = threading.Lock()
 
     def submit(self, flags: Tensor, report: Callable[[Flags], None], *, wait: bool = False) -> None:
-        """Schedule `report`, which logs or raises errors, if a flag is set; `wait` for these and all earlier flags."""
+        """Call `report`, which logs or raises errors, when a set flag arrives; `wait` for these and earlier flags."""
         if _is_captured(flags.device):  # a CUDA graph would replay the copy without the report
             return
         kind = len(flags), flags.device, flags.dtype
@@ -77,7 +77,7 @@ class AsyncChecks:
         with self._lock:
             self._open.append((slot, kind, report))
             awaited = [open_slot for open_slot, *_ in self._open] if wait else []
-        # Without the lock: two threads may wait here for each other, through another rank.
+        # Wait without the lock: if one thread waited with it, two threads could deadlock through another rank.
         for open_slot in awaited:
             open_slot.wait()
         # A CUDA device has not computed the flags yet; the next call polls first.
@@ -85,7 +85,7 @@ class AsyncChecks:
             self.poll(flags.device)
 
     def poll(self, device: torch.device) -> None:
-        """Report the flags that have arrived; called before each round, so that a rank that raises does not join it."""
+        """Report flags that have arrived; called before each round, so a rank that raises does not join the round."""
         while self._open and not _is_captured(device):
             with self._lock:
                 if not self._open or not self._open[0][0].is_filled():
@@ -113,7 +113,7 @@ async_checks = AsyncChecks()
 class TooFewValues(NamedTuple):
     """A check that the whole batch has more than one value per channel."""
 
-    flag: Tensor  # whether it has too few, shape (), bool; from Triton's kernels all flags, which nothing reads here
+    flag: Tensor  # whether the batch has too few values, shape (), bool; Triton's calls do not use this field
     layer: str
     shape: tuple[int, ...]  # of this replica's input
 
@@ -128,7 +128,7 @@ class DeviceErrors:
     too_few: TooFewValues | None = None  # None where the whole batch certainly has enough values
 
     def submit(self) -> Tensor | None:
-        """Schedule the checks of the round; return whether it has failed, shape (), bool, None where it cannot fail."""
+        """Schedule the checks of the round; return whether it has failed, shape (), bool; None where it cannot fail."""
         flags, failed = [], None
         if self.aggregate.mismatched is not None:
             flags, failed = [self.aggregate.mismatched], self.aggregate.mismatched.any()
@@ -136,7 +136,7 @@ class DeviceErrors:
             flags.append(self.too_few.flag.unsqueeze(0))
             failed = self.too_few.flag if failed is None else failed | self.too_few.flag
         if non_finite.is_awaited(self.transport):
-            flags.append((self.aggregate.rows * 0).sum(1) != 0)  # NaN where a value is not finite, in few operators
+            flags.append((self.aggregate.rows * 0).sum(1) != 0)  # infinity * 0 is NaN, and NaN != 0
         if flags:
             wait = non_finite.raises(self.transport, self.aggregate.key)
             async_checks.submit(torch.cat(flags) if len(flags) > 1 else flags[0], self._report_flags, wait=wait)
@@ -147,7 +147,7 @@ class DeviceErrors:
         self._report(*np.split(flags, (nr_ranks, nr_ranks + (self.too_few is not None))))
 
     def report_rows(self, flags: Flags, blocks: int) -> None:
-        """Report the errors in Triton's flags: a number per row and block of channels, then one per block."""
+        """Report the errors in Triton's flags: for each row, then for the batch, a number per block of channels."""
         of_rows = np.bitwise_or.reduce(flags.astype(np.int64).reshape(-1, blocks), axis=1)
         rows, whole = np.split(of_rows, (len(self.aggregate.ranks),))
         not_finite = rows & (NOT_FINITE if non_finite.is_awaited(self.transport) else 0)

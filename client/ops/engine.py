@@ -64,8 +64,8 @@ def prepare_backward(grad: Tensor, x: Tensor, mask: Tensor | None = None) -> tup
 def backward_sums(grad: Tensor, x: Tensor, statistics: ChannelStatistics, mask: Tensor | None = None) -> Tensor:
     """Σdy and Σdy·(x - mean) of a slice: shape (2, C), float64.
 
-    The output of masked positions is normalised too, so their gradients count. If the loss leaves such a position
-    out, its gradient is 0, and NaN or infinity in its input has no effect.
+    Positions that the mask excludes are normalised too, so the sums include their gradients. If the loss leaves such a
+    position out, its gradient is 0, and NaN or infinity in its input has no effect.
     """
     if x.numel() == 0:
         return zeros(2, x)

@@ -180,6 +180,6 @@ def _passes_of(call: int) -> Iterator[int]:  # noqa: ARG001 - the cache's key
 
 
 def count_backward_pass(call: int) -> int:
-    """Number, from 1, of this backward pass of compiled call number `call`; no `Exchange` counts its passes."""
+    """Number of this backward pass, from 1, for the compiled call with number `call`, which keeps no `Exchange`."""
     with _passes_lock:
         return next(_passes_of(call))

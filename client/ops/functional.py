@@ -29,11 +29,11 @@ class Slice(NamedTuple):
     """One replica's part of the batch."""
 
     input: Tensor  # shape (N, C, *)
-    weight: Tensor | None  # the replica's copies, shape (C,)
-    bias: Tensor | None
+    weight: Tensor | None  # of the replica, shape (C,)
+    bias: Tensor | None  # of the replica, shape (C,)
     mask: Tensor | None = None  # shape (N, *), bool: which positions count for the statistics
-    # Which node saves input and weight for backward. None: the batch norm's. `UNSAVED`: none. A function: another
-    # node, see `save_in_thread`; the function returns what that node saved.
+    # Which node saves input and weight for backward. None: the batch norm's node. `UNSAVED`: no node. A function:
+    # another node, see `save_in_thread`; the function returns what that node saved.
     saver: Any = None
     stream: Any = None  # of the replica's device, see `stream_of`
 
@@ -114,7 +114,7 @@ class Exchanging(torch.autograd.Function):
         raise NotImplementedError(wrap(f"synchronised batch norm {limit}"))
 
 
-# Arguments and results of these functions are flat: the tensors of the first slice, then those of the next.
+# The functions below take and return flat tuples: the tensors of the first slice, then the tensors of the next.
 
 
 class _BatchNorm(Exchanging):
@@ -155,7 +155,7 @@ class _BatchNorm(Exchanging):
 
 
 def _run_pass(exchange: Exchange, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Sequence[Any]:
-    """Compute a part of the backward pass in the replicas' streams; a failed round shows the user's frames only."""
+    """Compute a part of the backward pass in the replicas' streams; errors of rounds show the user's frames only."""
     try:
         return _run_in_streams(exchange.streams, run, arguments) if exchange.streams else run(*arguments)
     except StatsdBNError as error:
@@ -298,7 +298,7 @@ def _run_in_streams(streams: Sequence[Any], run: Callable[..., Any], arguments: 
 
 
 def _pass_on(values: Iterable[Any], sources: Mapping[torch.device, Any], targets: Mapping[torch.device, Any]) -> None:
-    """Pass tensors from streams to others of the same devices."""
+    """On each device of `targets`, let the target stream use tensors that the source stream has computed."""
     for device, target in targets.items():
         target.wait_stream(sources[device])
     for value in values:

@@ -105,7 +105,7 @@ def output_for(x: Tensor) -> Tensor:
 
 
 def address_of(tensor: Tensor | None) -> int | None:
-    """Address of a tensor's values; None for None. Raises RuntimeError if it has none in memory."""
+    """Address of a tensor's values; None for None. Raises RuntimeError if they are not in memory."""
     return None if tensor is None else tensor.data_ptr() or _refuse(tensor)
 
 
@@ -137,7 +137,7 @@ def _run(name: str, stage: int, x: Tensor, *tensors: Tensor | None, parameters: 
 
 
 def supports_parameters(channels: tuple[int, ...], *parameters: Tensor | None) -> bool:
-    """Whether the core can read weights and biases without a copy, all of shape `channels`."""
+    """Whether all weights and biases have the shape `channels`, and the core can read them without a copy."""
     for values in parameters:
         if values is not None and not (values.shape == channels and supports(values) and values.is_contiguous()):
             return False
@@ -199,8 +199,8 @@ class NativeExchange(PlainExchange):
     shape: tuple[int, ...] = field(init=False)  # of the input
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Compute the output, with the forward round in one call of the core."""
-        is_first = self.key is None  # a checkpoint's second run must use the same operators of torch
+        """Compute the output, and in the first run of a call run the forward round."""
+        is_first = self.key is None  # False in a checkpoint's second run, which must call the same torch operators
         if not x.is_contiguous() or not is_first:
             x = dense(x) if is_first else ready(x)
         output, shape = output_for(x), x.shape
@@ -249,7 +249,7 @@ class NativeExchange(PlainExchange):
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...] | None:
-        """Compute the gradients, with the backward round in one call of the core."""
+        """Compute the gradients, and run the backward round if the input needs a gradient."""
         shape = x.shape
         if not (shape == self.shape == grad.shape and supports(grad, x) and supports_parameters(shape[1:2], weight)):
             return None

@@ -44,7 +44,7 @@ class Reference:
         return ChannelMoments.from_centred(number, mean, second - first * first / least, tuple(x.shape))
 
     def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Normalise masked positions like all others."""
+        """Normalise all positions, also those that the mask excludes."""
         zero = torch.zeros_like(statistics.mean)
         vectors = affine_vectors(statistics, statistics.invstd, zero, compute_type(x))
         return apply_affine(x, vectors, weight, bias).to(x.dtype)
@@ -100,9 +100,9 @@ class Traced(Reference):
 class Fused:
     """The backend of the fused operators of torch's SyncBatchNorm: no masks.
 
-    The moments are measured a second time around the mean, which finds the rounding error of the float32 mean: no digit
-    is lost, but the input is read twice more. To skip this for a mean near zero, the host would have to wait for the
-    mean.
+    A second measurement of the moments, around the mean, finds the rounding error of the float32 mean: no digit is
+    lost, but the input is read twice more. To skip the second measurement for a mean near zero, the host
+    would have to wait for the mean.
     """
 
     def supports(self, x: Tensor) -> bool:
@@ -120,7 +120,7 @@ class Fused:
         return ChannelMoments.from_centred(number, mean, variance.double() * number, tuple(x.shape))
 
     def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Correct for the rounding error of the mean in the bias."""
+        """Correct the rounding error of the mean by a term in the bias."""
         x, wide = dense(x), compute_type(x)
         center, rest = rounded(statistics, wide)
         weight = _weight_of(x, weight)
@@ -146,7 +146,7 @@ class Fused:
     def input_gradient(
         self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
     ) -> Tensor:
-        """Correct for the rounding error of the input's mean in the gradient's mean."""
+        """Correct the rounding error of the input's mean by a term in the gradient's mean."""
         grad, x = same_layout(grad, x)
         invstd, wide = statistics.invstd, compute_type(x)
         center, rest = rounded(statistics, wide)
@@ -158,7 +158,7 @@ class Fused:
 
 
 def _weight_of(x: Tensor, weight: Tensor | None) -> Tensor:
-    """A layer's weight, or ones: its type decides the types of the operators' statistics."""
+    """A layer's weight, or ones, in the compute type of `x`: the operators expect statistics of the weight's type."""
     if weight is None:
         return torch.ones(x.shape[1], dtype=compute_type(x), device=x.device)
     return weight.detach().to(compute_type(x))

@@ -1,7 +1,7 @@
 """Moments and statistics of a batch, with one float64 value per channel; and the layout of the tensors they describe.
 
-The vectors are on the device of the input, or on the host where the device has no float64, as MPS. Only `on_host`
-waits for a device. Operations, order and rounding are those of `statsd_bn.reduction`, so all ranks get the same bits.
+The vectors are on the device of the input, or on the host where the device has no float64, such as MPS. On CUDA only
+`on_host` waits. Operations, order and rounding are those of `statsd_bn.reduction`, so all ranks get the same bits.
 A round that has failed on devices has a count of NaN, so its results are NaN and update no running statistics.
 """
 
@@ -113,7 +113,7 @@ def at_least_one(count: Count) -> Count:
 
 
 def _divisor(count: Count, device: torch.device) -> Count:
-    """The count as a divisor; a tensor off the CPU, because CUDA would multiply by the reciprocal of a number."""
+    """The count as a divisor: a tensor unless on a CPU, since CUDA would multiply by the reciprocal of a number."""
     if isinstance(count, Tensor) or device.type == "cpu":
         return count
     return torch.full((), count, dtype=torch.float64, device=device)
@@ -166,7 +166,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def dense(x: Tensor) -> Tensor:
-    """`x` without gaps, as the output is, which users may `view`; a copy only of an input with gaps."""
+    """`x`, or a copy without gaps if it has gaps. The output gets this layout, so that users can `view` it."""
     if is_dense(x):
         return x
     copy = torch.empty_like(x)  # channels_last with gaps stays channels_last
@@ -176,7 +176,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def same_layout(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Both dense, in the type and layout of `x`."""
+    """Gradient and input, dense, in the type and layout of `x`."""
     x = dense(x)
     if grad.stride() != x.stride():
         return torch.empty_like(x).copy_(grad), x  # one copy, also where the type differs

@@ -27,7 +27,7 @@ from statsd_bn.round_key import GATHER
 from statsd_bn.wire import decode, encode
 
 SHORT_MILLISECONDS = 2  # timeout of the first, cheap wait, which suffices for most rounds
-WATCH_SECONDS = 0.1  # interval at which a longer wait checks for a reconnect, after which sent frames may be lost
+WATCH_SECONDS = 0.1  # interval at which a longer wait checks for a reconnect: frames sent before it may be lost
 
 LINGER_MILLISECONDS = 1000  # timeout for the last frames to leave when the connection closes
 CLOSE_SECONDS = 3.0  # timeout of closing a pool, and of the probe of a silent server
@@ -58,7 +58,7 @@ class Channel:
         if kind is None:
             self.idle.append(self)
             return
-        self.close()  # if reused, it could deliver the late answer to this request
+        self.close()  # a reused channel could deliver a late answer to the failed request
         if isinstance(error, zmq.ContextTerminated):
             raise _closed() from error
 
@@ -370,5 +370,5 @@ class _InProcessChannel(Channel):
     def receive(self, seconds: float) -> bytes | None:
         if self._answers:
             return self._answers.popleft()
-        time.sleep(max(0.0, seconds))  # no answer can arrive: `send` has already added them all
+        time.sleep(max(0.0, seconds))  # no answer can arrive: `send` has already added all answers
         return None

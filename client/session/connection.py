@@ -40,7 +40,7 @@ MAX_ROUND_TRIPS = 4096  # durations kept for `median_round_trip` and `metrics`
 class Connection:
     """This process as a member of its job, returned by `connect`; as a context manager it leaves the job at the end.
 
-    It joins the group of all members at once, and any other group at the group's first use.
+    It joins the group of all members when it is created, and any other group at the group's first use.
 
     Attributes:
         rounds: number of rounds so far, in all groups.
@@ -123,12 +123,12 @@ class Connection:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process opened the connection; a forked child inherits one that it must not use."""
+        """Whether this process opened the connection; a forked child inherits it, but must not use it."""
         return os.getpid() == self._process
 
     @property
     def members(self) -> list[int]:
-        """The members of the job that the latest round covers; before any round, those present at the beginning."""
+        """The members of the job that the latest round covers; before any, the members present when this one joined."""
         return list(self._sessions.get(self._world).members)
 
     @property
@@ -155,7 +155,7 @@ class Connection:
 
     @property
     def median_round_trip(self) -> float:
-        """Median duration of the latest rounds over the host, in seconds; 0 before any. Includes waits for members."""
+        """Median duration in seconds, with waits for members, of recent rounds over the host; 0 before any round."""
         trips = sorted(self._round_trips)
         return trips[len(trips) // 2] if trips else 0.0
 
@@ -256,9 +256,9 @@ class Connection:
     def all_gather(self, name: str, data: bytes) -> dict[int, bytes]:
         """Gather the bytes of all members of the job.
 
-        All members call it in the same order among their rounds. A paused member, see `client.join`, first rejoins, as
-        before every new round, and waits until all members have. One round trip suffices if each member has 8 KiB at
-        most (less with more than 31 members). Longer data take one more for each 512 KiB of all members together.
+        All members call it in the same order among their rounds. A paused member (see `client.join`) first rejoins, as
+        before every new round, and waits until all members have rejoined. One round trip suffices if each member has at
+        most 8 KiB (less with more than 31 members). Each further 512 KiB of all members take one more round trip.
 
         Args:
             name: of the gathered data, the same on every member and distinct from the layers' names.
@@ -268,7 +268,7 @@ class Connection:
             Each member's bytes, by rank, in order; in an elastic job only of members present to the end.
 
         Raises:
-            StatsdBNError: a round failed, with the reason; most kinds are RoundFailed.
+            StatsdBNError: a round failed, with the reason; most such errors are subclasses of RoundFailed.
         """
         self.rejoin_if_paused(None)
         return self.gather_in_group(self._world, name, data, is_counted=True)
@@ -323,7 +323,7 @@ class Connection:
             return
         self._closed = True
         with ExitStack() as rest:
-            # If a callback raises, the others are still called. The last one runs first.
+            # The stack runs its callbacks in reverse order, and continues if one raises.
             rest.callback(self.channel_pool.close)
             rest.callback(self._sessions.leave, cause)
             if not (self.rounds or cause):
@@ -392,7 +392,7 @@ def latest_connection() -> Connection | None:
 
 @api_boundary
 def local_group() -> Group:
-    """Return the group of the ranks of this host, as `group=` takes it; its `size` is their number.
+    """Return the group of this host's ranks, to be passed as `group=`; its `size` is their number.
 
     torchrun says how many ranks a host has. Without it, as under `mp.spawn`, the first call is a round of the whole
     job, in which the ranks compare their machines. All ranks must then make this call at the same place.

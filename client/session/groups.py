@@ -64,7 +64,7 @@ def group_named(name: str, size: int) -> Group:
 
 
 def has_local_size(environ: Mapping[str, str], world_size: int) -> bool:
-    """Whether a launcher has started all members of a job of this size, and counts those on this host."""
+    """Whether a launcher has started all members of a job of this size, and counts the members on this host."""
     return bool(environ.get("LOCAL_WORLD_SIZE")) and integer(environ, "WORLD_SIZE", world_size) == world_size
 
 

@@ -65,7 +65,7 @@ class Round:
         self.session = session
         self.key = key
         self._on_end = on_end
-        self.is_counted = is_counted  # as a round of the connection
+        self.is_counted = is_counted  # whether the connection counts and times it
         self.native_seconds: float | None = None  # duration that the native core measured
 
     def __enter__(self) -> Self:

@@ -32,7 +32,7 @@ logger = logging.getLogger("statsd_bn.client")
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A group's session; `opened` is done when the group has opened or failed to."""
+    """A group's session; `opened` is done when the group has opened or failed to open."""
 
     session: Session
     opened: Future[None] = field(default_factory=Future)
@@ -57,7 +57,7 @@ class Sessions:
             self._heartbeat = HeartbeatThread(opened, self)
 
     def get(self, group: Group) -> Session:
-        """Return the session of a group; the first use of the group registers, and waits until it is open."""
+        """Return the session of a group; the first call for a group registers, and waits until the group is open."""
         # If several threads ask at the same time, one registers and all share its result.
         entry = self._entries.get(group.name)
         if entry is not None and entry.is_open and entry.session.member.world_size == group.size:
@@ -128,7 +128,7 @@ class Sessions:
 
     def leave(self, cause: str) -> None:
         """Leave all groups; no further session can open."""
-        # Before the Leave, since no heartbeat may follow it.
+        # End the thread first: none of its heartbeats may follow the Leave.
         if self._heartbeat:
             self._heartbeat.stop()
         with self._lock:

@@ -53,7 +53,7 @@ class DDPHandler:
         train_loop_obj: has `train_loader`, `validation_loader` and `test_loader`, each a DataLoader or None. If it has
             a `callbacks_handler`, a callback sets the samplers' epoch to `train_loop_obj.epoch`.
         connection: the connection to the other members; default: this process's current connection at each call;
-            without one, torch's default process group; without both, this process is the only member.
+            without a connection, torch's default process group; without either, this process is the only member.
     """
 
     def __init__(self, train_loop_obj: Any, *, connection: Connection | None = None) -> None:
@@ -157,7 +157,7 @@ class DDPHandler:
         Raises:
             TypeError: `data` has another type, such as str, None or dict. The other members raise RoundFailed.
             ValueError: a list's elements differ in shape. The other members raise RoundFailed.
-            RoundMismatch: on all members: the values differ in dtype, or in dimensions other than 0.
+            RoundMismatch: on all members that concatenate: the values differ in dtype, or in dimensions other than 0.
             RoundFailed: another member raised; the error names it and its cause.
             StatsdBNError: the exchange failed, with the reason.
         """
@@ -172,7 +172,7 @@ class DDPHandler:
         """Returns `mp_sync` of each value, by its key, in one exchange.
 
         Raises:
-            RoundMismatch: on all members: their keys differ, or values differ as in `mp_sync`.
+            RoundMismatch: on all members: their keys differ, or values differ in dtype or in dimensions other than 0.
             TypeError, ValueError, RoundFailed, StatsdBNError: as in `mp_sync`.
         """
         gathered = all_gather_tensors(self._communicator, lambda: _tensors(dict_data))

@@ -41,7 +41,7 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
     With unequal shares the loss must be a sum: in `backward` a synchronised layer adds the members' gradients, so each
     sample must have the same weight in them.
 
-    It takes one round per 65,536 elements. A process that trains alone divides its own gradients.
+    It takes one round per 65,536 elements of the gradients. A process that trains alone divides its own gradients.
 
     Args:
         parameters: the model, or its `parameters()`, with the same shapes on all members. A missing gradient counts as
@@ -118,7 +118,7 @@ def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _flat(trained: list[Tensor]) -> FloatArray:
-    """Returns all gradients in one vector, followed by 1 for each parameter with a gradient, else 0."""
+    """Returns all gradients in one vector, then a number per parameter: 1 if it has a gradient, else 0."""
     has_gradient = torch.tensor([parameter.grad is not None for parameter in trained]).double()
     gradients = (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in trained)
     return torch.cat([*(_numbers(gradient.detach().cpu()) for gradient in gradients), has_gradient]).numpy()

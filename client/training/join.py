@@ -40,8 +40,8 @@ def join(model: nn.Module) -> Iterator[None]:
         GroupIncomplete, RoundTimeout: not all members entered in time.
         RoundMismatch: instead of entering, a member waits for this one in a layer or in a collective of torch.
         ReplicaLost: a member has left the job, so no further pass is possible.
-        ConfigurationError: layers synchronise over a process group of torch, which waits for all its ranks. If
-            `connect(transport="auto")` has chosen the default group, they use the server from here on instead.
+        ConfigurationError: layers synchronise over a process group of torch, which waits for all its ranks. No error if
+            `connect(transport="auto")` has chosen the default group: the layers use the server from here on.
     """
     connection = current_connection()
     _check_transports(model, connection)

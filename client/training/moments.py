@@ -1,6 +1,6 @@
 """moments() and RunningMoments: statistics of all ranks' values, without a layer.
 
-Each rank sends its count, Σx and Σx² in float64 like a layer, and receives the same bits of the sums.
+Each rank sends its count, Σx and Σx² in float64 like a layer, and all ranks receive the same bits of the sums.
 """
 
 import functools
@@ -92,12 +92,12 @@ def moments(
     connection or a process group the result covers the values of this process.
 
     Args:
-        x: any shape, type float16 to float64, and device. The ranks' shapes may differ in the reduced dimensions only;
+        x: any shape and device; type float16 to float64. The ranks' shapes may differ in the reduced dimensions only;
             their types and devices may differ.
         dim: the dimensions to reduce, as in `torch.var`; None for all.
         mask: bool, on the device of `x`: the positions to include. It has the shape of the reduced dimensions, in their
             order in `x`, or expands to it.
-        correction: the variance is the sum of squares divided by count - correction, as in `torch.var`: 1 for the
+        correction: the variance is Σ(x - mean)² divided by count - correction, as in `torch.var`: 1 for the
             unbiased variance, 0 for the variance that normalises a batch.
         name: the name of the call in rounds and errors, equal on all ranks. Calls with different names never share a
             round.
@@ -208,7 +208,7 @@ class RunningMoments(nn.Module):
         self._merge(_over_all_ranks(self.name, rows, self.shape, self.group))
 
     def normalize(self, x: Tensor, clip: float | None = None) -> Tensor:
-        """Returns (x - mean) / sqrt(var + eps), differentiable, computed in the buffers' type, in the type of `x`.
+        """Returns (x - mean) / sqrt(var + eps) in the type of `x`, computed in the buffers' type; differentiable.
 
         Args:
             x: shape (*, *shape), floating-point, on the buffers' device.
@@ -301,8 +301,8 @@ def _sums(rows: Tensor) -> FloatArray:
 def _over_all_ranks(name: str, rows: Tensor, shape: Sequence[int], group: GroupSpec) -> _Population:
     """Sends this rank's moments, and returns the moments of all ranks.
 
-    A third vector is a checksum of the remaining shape, as different shapes may have equally many values. It also
-    distinguishes these rounds from a layer's, in which the server compares the ranks' data.
+    A third vector has a checksum of the remaining shape, because different shapes may have the same number of values.
+    It also distinguishes these rounds from a layer's rounds, in which the server compares the ranks' data.
     """
     communicator = communicator_for(group)
     if communicator is None and not isinstance(group, NamedProcessGroup):

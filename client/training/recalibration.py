@@ -66,7 +66,7 @@ def recalibrate(
 
     Raises:
         ValueError: `num_batches` is below 1; the model has no layer to measure, or a lazy one; a batch has one value
-            per channel; on all members: there were no batches, or a layer got NaN or infinity.
+            per channel; on all members: no layer got values, or a layer got NaN or infinity.
         TypeError: `num_batches` is not an int.
         StatsdBNError: the exchange failed; RoundMismatch if the members' models differ. With `on_nonfinite="raise"` NaN
             or infinity in a batch raises NonFinite on its member at once, and ReplicaLost on the others.

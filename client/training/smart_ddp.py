@@ -62,7 +62,7 @@ def smart_ddp(
     if convert:
         model = convert_model(model)
     wrapper = DistributedDataParallel(model, **arguments)
-    # Not as an argument: older versions of torch then omit the initial broadcast too.
+    # Not as an argument: given False, older versions of torch omit the initial broadcast too.
     wrapper.broadcast_buffers = _may_differ(model) if broadcast_buffers is None else broadcast_buffers
     return wrapper
 

@@ -30,8 +30,8 @@ def resolve_group(group: GroupSpec, process_group: Any) -> GroupSpec:
 
 def communicator_for(group: GroupSpec) -> Communicator | None:
     """Communicator of a group; None if this process is its only member."""
-    # A connection precedes torch's default process group, unless the job has negotiated the process group. A connection
-    # without another process yields to the default group: `connect` may have come before `init_process_group`.
+    # A connection takes precedence over torch's default process group, unless the job has negotiated that group. But a
+    # connection of one process yields to that group: `connect` may have been called before `init_process_group`.
     if isinstance(group, NamedProcessGroup):
         return group if group.size != 1 else None
     connection = current_connection()

@@ -25,7 +25,7 @@ from statsd_bn.reduction import FloatArray, Rows
 from statsd_bn.round_key import FORWARD, RoundKey
 
 DEVICE_TYPES = frozenset({"cuda"})  # devices that compute in float64, and copy to each other without the host
-HOST_BACKENDS = frozenset({"gloo", "mpi"})  # of process groups that gather a device's tensors in host memory
+HOST_BACKENDS = frozenset({"gloo", "mpi"})  # backends that gather a device's tensors in host memory
 
 # Renamed in torch 2.13.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
@@ -93,7 +93,7 @@ class DeviceAggregate:
     values: Tensor  # shape (vectors, C)
     rows: Tensor  # shape (rows, 1 + vectors * C): the count, then the values
     ranks: list[int]  # of the rows, in order; all have the same number of rows
-    mismatched: Tensor | None = None  # ranks in another round: shape (ranks,), bool; None without other ranks
+    mismatched: Tensor | None = None  # whether each rank is in another round, shape (ranks,), bool; None in one process
 
 
 def may_use_devices(transport: Transport, x: Tensor) -> bool:
@@ -157,7 +157,7 @@ def run(
     """Run a round on devices; see `Transport.run_slave`."""
     rows, mismatched = local.on_device(), None
     if isinstance(transport, ProcessGroupPipe):
-        # Each row follows the round's digest; rows that a rank lacks are -0, which changes no bit of the sum.
+        # The round's digest precedes each row. Rows that a rank lacks are -0, which changes no bit of the sum.
         message = rows.new_full((capacity, 1 + rows.shape[1]), -0.0)
         message[: len(rows), 1:].copy_(rows)
         digests = message.view(torch.int64)[:, 0]
@@ -191,7 +191,7 @@ def run_row(transport: Transport, write: Write, key: RoundKey | None = None, pha
 
 def nr_ranks(transport: Transport) -> int:
     """Number of ranks in the rounds of a transport on devices."""
-    # A layer that was converted with the default group of another job still names that group's size.
+    # `process_group.size` may be outdated: the size of the default group when the layer was converted.
     size: int = group_of(transport).size() if isinstance(transport, ProcessGroupPipe) else 1
     return size
 

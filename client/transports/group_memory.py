@@ -5,8 +5,8 @@
         state = memory.wait(seconds)
     total = memory.total
 
-Each round is a turn of the memory, which all members end in the same state: with the sum, or knowing that only the
-server can finish the round. `client/native/core/round.c` describes the layout and how a member waits.
+Each round is a turn of the memory. All members end a turn in the same state: they have the sum, or only the server can
+finish the round. `client/native/core/round.c` describes the layout and how a member waits.
 
 The memory is anonymous: one member offers its file descriptor over a Unix socket, and the others receive it. Nothing
 remains when the processes end, however they end.
@@ -38,19 +38,19 @@ LEFT, ABANDONED = 1, 2
 
 MAX_MEMBERS = 64  # each has a bit of a word
 
-# How long a waiting member spins before it sleeps, if each member can have a processor. Waking up takes half as long.
-# With a shorter spin members sleep in every round: a woken member arrives late, and the others fall asleep meanwhile.
+# How long a waiting member spins before it sleeps, if each member can have a processor. Waking up takes half this time.
+# With a shorter spin members sleep in every round: a woken member is late for the next one, and the others fall asleep.
 SPIN_NANOSECONDS = 100_000
 
-# Timeout for receiving the memory. It is long, because a group must not lose shared memory on a busy machine. A process
-# that ends closes the connection at once, and the server detects a frozen one earlier.
+# Timeout for receiving the memory. It is long, because a group must not lose shared memory on a busy machine. If the
+# offering process ends, its socket closes at once; if it freezes, the server detects that before the timeout.
 RECEIVE_SECONDS = 60.0
 CHECK_SECONDS = 0.5  # interval at which a waiting process checks whether the job is broken
 
-# Truncated memory would kill its readers.
+# Seals against a change of the size: a process that reads truncated memory is killed.
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
 
-# Number of user IDs of a system; the usual overflow ID, which a user namespace shows for all unmapped users.
+# A system has _USERS user IDs. A user namespace shows all unmapped users as the overflow ID, usually _OVERFLOW_USER.
 _USERS, _OVERFLOW_USER = 2**32 - 1, 65_534
 
 _CREDENTIALS, _NAME_BYTES = struct.Struct("3i"), 16
@@ -101,7 +101,7 @@ class GroupMemory(ctypes.Structure):
         spin = SPIN_NANOSECONDS if members <= len(os.sched_getaffinity(0)) else 0
         super().__init__(ctypes.addressof(self._buffer), members, index, spin, limits.MAX_COUNT)
         self._at = ctypes.addressof(self)
-        # A round releases the GIL; calls of a microsecond hold it.
+        # A round releases the GIL; calls that take a microsecond hold it.
         releasing, self._core = _core()
         self._round, self._wait = releasing.sbn_round, releasing.sbn_wait
         self._sum: Any = None
@@ -247,7 +247,7 @@ def _overflow_user() -> int:
 
 
 def _address(name: str) -> str:
-    """Abstract address of an offer: without a file, so it ends with its process."""
+    """Abstract socket address of an offer: it has no file that could outlive the process."""
     return f"\0{name}"
 
 

@@ -1,9 +1,9 @@
 """Negotiation of a strict group's transport: shared memory, torch's default process group, or the server.
 
-It takes one or two rounds over the server after the group's first round, in which the server reports late members. In
-round one each member says whether it accepts the process group, and whether it can share memory; the first member
-offers some. The negotiation ends there if all accept the process group, or if one refuses memory. In round two each
-member says whether it has received the memory: equal host names would prove nothing.
+It takes one or two gathers over the server, which follow the group's first round. In the first gather each member says
+whether it accepts the process group and whether it can share memory, and the first member offers memory. The
+negotiation ends there if all members accept the process group, or if the group cannot share memory. In the second
+gather each member says whether it has received the memory: equal host names would not prove that it can.
 """
 
 import logging
@@ -29,16 +29,16 @@ from statsd_bn.text import error_text
 
 logger = logging.getLogger("statsd_bn.client")
 
-TESTED_MACHINES = ("x86_64",)  # where rounds in memory have run by the million; on others the user has to ask for them
+TESTED_MACHINES = ("x86_64",)  # on other machines shared memory is used only if the user asks for it
 
-# A reply has two parts, around a separator. First the reason against the process group, empty for consent, with a mark
-# before it if the member accepts no other transport. Then the reason against shared memory; or else "ready ", and the
-# name of the offered memory in the first member's reply.
+# A reply has two parts, with _SEPARATOR between them. The first part is the reason against the process group, empty for
+# consent; _INSISTS precedes it if the member accepts no other transport. The second part is the reason against shared
+# memory, or else _READY; in the first member's reply the name of the offered memory follows _READY.
 _INSISTS, _SEPARATOR, _READY = b"!", b"\0", b"ready "
 
 
 def negotiate(connection: Connection, group: Group) -> GroupMemory | None:
-    """Negotiate the group's transport in one or two rounds; return the memory if its members share some."""
+    """Negotiate the group's transport in one or two gathers; return the shared memory, or None for other transports."""
     session = connection.session(group)
     members = list(session.members)
     mapped, reason = _shared_memory(connection, group, members)

@@ -83,7 +83,7 @@ class NamedProcessGroup:
             raise ConfigurationError(
                 f"process_group: process group {self.name!r} does not exist in this process, or was destroyed"
             )
-        # Torch may have given the name of a destroyed group to another one. WORLD has all ranks, whatever their number.
+        # Torch may have given a destroyed group's name to another group. WORLD has all ranks, whatever their number.
         if found is not distributed.group.WORLD and found.size() != self.size:
             raise ConfigurationError(
                 f"process_group: process group {self.name!r} has {found.size()} ranks now, {self.size} when the layer "
@@ -269,7 +269,7 @@ def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
     messages = _gather_messages(group, key, shape, len(own), own[0])
     replicas, words = messages[:, ROWS], messages[:, FIRST_ROW:]
     most, size = int(replicas.max()), own.shape[1]
-    if most > 1:  # on any rank: all ranks gather all their rows in a second message
+    if most > 1:  # a rank has several rows: all ranks gather all their rows in a second message
         padded = np.zeros((most, size), np.int64)
         padded[: len(own)] = own
         words = _gather(group, padded.ravel())
@@ -324,7 +324,7 @@ def _check(group: Any, key: RoundKey, what: str, numbers: Words, least: int, mos
 
 
 def _mismatch(group: Any, key: RoundKey, shape: tuple[int, ...]) -> RoundMismatch:
-    """Error that lists the rounds of all ranks; all have noticed that these differ, so all gather here."""
+    """Error that lists the rounds of all ranks, which gather them here: each rank has noticed the difference."""
     vectors, channels = shape
     names = _gather_texts(group, f"{key.describe()}, {channels} channels, {vectors} vectors")
     ranks_in: dict[str, list[int]] = {}
@@ -347,7 +347,7 @@ def mismatch(
 
 
 def _gather_texts(group: Any, text: str) -> list[str]:
-    """Gather `TEXT_BYTES` of text from each rank, in order."""
+    """Gather a text of each rank, in order; only its first `TEXT_BYTES` bytes are sent."""
     words = np.frombuffer(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"), np.int64)
     texts = (each.tobytes().rstrip(b"\0").decode(errors="replace") for each in _gather(group, words))
     return list(map(escape_lines, texts))
@@ -375,7 +375,7 @@ def use_device(group: Any, device: torch.device) -> None:
 
 
 def _message_device(group: Any) -> torch.device:
-    """Device over which the group gathers host messages; the host if it can."""
+    """Device over which the group gathers host messages; the CPU if the group can gather there."""
     # An NCCL-only group says "cuda" without an index, which means the current device: device 0 on every rank whose
     # script does not call `torch.cuda.set_device`.
     devices = group._device_types  # noqa: SLF001 - has no public name

@@ -1,8 +1,8 @@
 """Reports of rounds over a process group, which no server sees: skew, values that are not finite, slow rounds.
 
-The first rank reports to the server of a job of the same ranks; without a job, a thread compares the ranks by the
-server's rules and logs warnings. A watched round escalates like a round in shared memory: if it is slow, its rows go
-to the server as well, which reports late and lost ranks and mismatches. Its result comes from the process group.
+If a strict job has the same ranks, the first rank reports to its server. Otherwise a thread of that rank compares the
+ranks by the server's rules and logs warnings. A watched round escalates like a round in shared memory: if it is slow,
+its rows go to the server too, which reports late and lost ranks and mismatches. The process group gives the result.
 """
 
 import logging
@@ -36,7 +36,7 @@ from statsd_bn.wire import encode
 logger = logging.getLogger("statsd_bn.client")
 
 LAST_SECONDS = 0.5  # the rows of a rank that exits cleanly may arrive this long after the server reports its exit
-NO_ROWS = Rows((0,), np.zeros((1, 1, 1)))  # for the server, if a round without a layer escalates
+NO_ROWS = Rows((0,), np.zeros((1, 1, 1)))  # sent to the server if a round without rows escalates
 
 
 class SkewLog:
@@ -55,7 +55,7 @@ class SkewLog:
                 logger.warning("process group %r: skew: %s", self._name, finding.describe(names))
 
     def run(self, ref: "weakref.ref[SkewSampler]") -> None:
-        """Compare once a second, until nothing else refers to the sampler."""
+        """Compare twice a second, until nothing else refers to the sampler."""
         while (sampler := ref()) is not None:
             try:
                 self.compare(now := monotonic(), sampler.drain(now))

@@ -24,7 +24,7 @@ PLACES_SECONDS = 1.0  # timeout of a query for the members' places
 MAX_QUERYING_RANKS = 64  # higher ranks do not query: all ranks may query at once, and a large job has a long status
 
 # Time after which a round that bypasses the server escalates: its rows go to the server too, which diagnoses the wait.
-# Members' steps rarely differ by more.
+# Members rarely arrive at a round further apart than this.
 ESCALATE_SECONDS = 0.05
 LISTEN_SECONDS = 0.005  # interval at which an escalated round polls the server and its own transport
 
@@ -36,7 +36,7 @@ class SlavePipe(Transport):
     Args:
         connection: this process's connection.
         layer: the layer's name, the same on every member.
-        group: of the layer, as in `Connection.group`; None for the whole job.
+        group: the layer's group, as in `Connection.group`; None for the whole job.
     """
 
     connection: Connection
@@ -50,14 +50,14 @@ class SlavePipe(Transport):
             contribution: counts, and float64 values of shape (replicas, vectors, channels): Σx and Σx² forward,
                 Σdy and Σdy·(x-mean) backward.
             key: None for the layer's next forward round; for a backward round the forward aggregate's `key` with
-                another phase, one that no earlier round of the same call had.
-            phase: of a forward round, see `Transport.run_slave`.
+                a phase that no earlier round of the same call had.
+            phase: the phase of a forward round, see `Transport.run_slave`.
 
         Returns:
             The aggregate; its values have shape (vectors, channels).
 
         Raises:
-            StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
+            StatsdBNError: the round failed; the text has the reason. Most of these errors are RoundFailed.
         """
         with self.connection.round(self.layer, key, self.group, phase) as round_:
             return self.connection.over_server(round_.session, round_.key, contribution)
@@ -90,7 +90,7 @@ def query_places(channel: Channel, job: str) -> dict[int, str]:
     expiry = monotonic() + PLACES_SECONDS
     while (seconds := expiry - monotonic()) > 0:
         channel.send(encode(StatusRequest()))
-        if (frame := channel.receive(seconds)) is None:  # perhaps after a reconnect
+        if (frame := channel.receive(seconds)) is None:  # a timeout, or a reconnect: send again
             continue
         match decode(frame):
             case Status(report):
@@ -101,7 +101,7 @@ def query_places(channel: Channel, job: str) -> dict[int, str]:
 
 
 def places_in_report(report: dict[str, Any], job: str) -> dict[int, str]:
-    """Places of a job's members in a status report: of present members, and of those named in its non-finite texts."""
+    """Places of a job's members in a status report: present members, and members that its non-finite texts name."""
     found: dict[int, str] = {}
     for group in _items(report.get("groups"), dict):
         if group.get("job") == job and group.get("group") == WORLD:
@@ -113,5 +113,5 @@ def places_in_report(report: dict[str, Any], job: str) -> dict[int, str]:
 
 
 def _items(value: object, kind: type) -> list[Any]:
-    """Items of this type in a list; none in another value."""
+    """Items of this type in a list; empty if the value is not a list."""
     return [each for each in value if isinstance(each, kind)] if isinstance(value, list) else []

@@ -2,7 +2,8 @@
 
 The first round of a group uses the server. After it the members negotiate whether they share memory. Only the server
 can diagnose a wait: which rank is late and where, which has left, which is in another layer. So after
-`ESCALATE_SECONDS` a waiting member escalates: it also sends its rows to the server and takes the first answer.
+`ESCALATE_SECONDS` a waiting member escalates: it also sends its rows to the server, and takes the result that arrives
+first, from the server or from memory.
 """
 
 import threading
@@ -33,7 +34,7 @@ _negotiation_lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryPipe(SlavePipe):
-    """The transport of strict groups: over shared memory, or over the server where the members do not share any."""
+    """The transport of strict groups: over shared memory, or over the server if the members share no memory."""
 
     # Negotiation needs all members, so elastic groups use `SlavePipe`.
 
@@ -77,7 +78,7 @@ def _negotiate(connection: Connection, session: Session, group: Group) -> None:
 def _in_memory(
     connection: Connection, round_: Round, memory: GroupMemory, rows: Rows | NativeRow
 ) -> Aggregate | RoundKey:
-    """Run a round in memory; for a `NativeRow` that the core has finished return only the key."""
+    """Run a round in memory; return only the key if the native core has finished the pass of a `NativeRow`."""
     session, key = round_.session, round_.key
     with memory.lock:
         try:
@@ -130,11 +131,9 @@ def _run(round_: "MemoryRound", memory: GroupMemory, connection: Connection) -> 
 class MemoryRound:
     """A `StateMachine` for a round in memory that takes long.
 
-    All members finish it in the same way, either in memory or over the server. The result is the aggregate, or else a
-    round trip to the server, begun or not.
+    All members finish it in the same way, either in memory or over the server. The result is the aggregate, or, if only
+    the server can finish the round, a round trip, which may have begun. This member has already arrived in memory.
     """
-
-    # This member has arrived at the memory's turn of this round.
 
     _session: Session
     _key: RoundKey

@@ -1,4 +1,4 @@
-"""Transport: the contract of all transports; LocalPipe: the transport of a process without other members."""
+"""Transport: the contract of all transports; LocalPipe: the transport of a group with one member."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from statsd_bn.round_key import FORWARD, RoundKey
 _DIGEST_BYTES = 8
 _DIGEST_MASK = (1 << 8 * _DIGEST_BYTES) - 1
 
-# Odd random factors. Digests of two rounds of one layer differ while steps and calls are below 2^30; digests of two
-# layers collide only by chance.
+# Odd random factors. Digests of two rounds of one layer and phase differ while steps and calls are below 2^30; digests
+# of other rounds collide only by chance.
 _STEP_FACTOR, _CALL_FACTOR = 0x9FD35B1C64E8A72B, 0xC25A0F9716B3D4E9
 
 

@@ -43,7 +43,7 @@ REDACTED = (
     (re.compile(r"(?<![\w'])'[^']*(?:'|$)|\"[^\"]*(?:\"|$)"), "'...'"),
     (re.compile(r"\([^()]*, pid \d+\)|\([^()]*$"), "(HOST, pid)"),
     (re.compile(r"\b(?:tcp|ipc|http|https)://[^\s;,]+"), "ADDRESS"),
-    # IPv6 in brackets, and without: it has `::` or seven colons, and perhaps IPv4 or an interface at its end.
+    # IPv6, in brackets or not: an address has `::` or seven colons, and may end in an IPv4 address or an interface.
     (re.compile(r"\[[0-9a-fA-F:]+\]"), "ADDRESS"),
     (
         re.compile(

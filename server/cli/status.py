@@ -26,7 +26,7 @@ from statsd_bn.text import escape_nested, log_line
 from statsd_bn.wire import decode, encode
 
 ANSWER_SECONDS = 5.0
-CONNECT_MILLISECONDS = 1000  # of one attempt; the next one uses another local port
+CONNECT_MILLISECONDS = 1000  # of one attempt; the next attempt uses another local port
 GREETING_SECONDS = 1.0  # ZeroMQ's thread sends the greeting within milliseconds, however busy the server is
 
 Query = Callable[[Message], bytes]
@@ -118,8 +118,8 @@ def _answer(
 
 SIZES = ("world_size", "missing", "members_left_out")  # numbers of members in a group's entry
 
-# Timeout of `check`: a server answers its own host within milliseconds, a loaded one later. Give a health probe more
-# time, or it ends before `check` prints the reason.
+# Timeout of `check`: a server answers its own host within milliseconds, a loaded server later. A health probe that runs
+# `check` needs a longer timeout, or it ends `check` before the reason is printed.
 CHECK_SECONDS = 3.0
 
 # A server that was just started in the background listens within one second.
@@ -157,7 +157,7 @@ def report_of(endpoint: str, frame: bytes) -> dict[str, Any]:
 
 @contextmanager
 def refuses_malformed() -> Iterator[None]:
-    """Raises ServerUnreachable for a malformed report, as a context or decorator of code that reads one."""
+    """Context or decorator of code that reads a report: raises ServerUnreachable if the report is malformed."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, ProtocolError) as error:

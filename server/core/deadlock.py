@@ -1,7 +1,7 @@
 """Deadlock: members that wait for each other, each in a round that only another one can complete.
 
-If a member skips a layer, swaps two, or runs an extra forward pass, the rounds never complete, and the server reports
-it without waiting for a deadline. The search covers all groups of a job, because a member may wait in one group for a
+If a member skips a layer, swaps two, or runs an extra forward pass, the rounds never complete. The server reports this
+without waiting for a deadline. The search covers all groups of a job, because a member may wait in one group for a
 member that waits for it in another.
 
 A member is *blocked* while it waits in an open round, for a group to open, for all members to return from
@@ -13,9 +13,9 @@ same order, so a rank inside its n-th operation needs every rank that has launch
 count is needed, too, so that the search never reports a deadlock that this rank could still resolve.
 
 Ranks that run different programs may reach the same count in different operations, and gloo also counts point-to-point
-messages. So a blocked rank also needs a rank that has long been elsewhere, although their collective should have
-released both. Only collectives that release all ranks at once allow this conclusion: the source of a broadcast may
-already be in the next barrier while the others receive a large tensor.
+messages. So a blocked rank also needs a rank that has launched enough operations but has long been elsewhere: if both
+had launched the same collective, it would have released both. Only collectives that release all ranks at once allow
+this conclusion: the source of a broadcast may already be in the next barrier while the others receive a large tensor.
 """
 
 from collections import Counter, defaultdict
@@ -37,12 +37,12 @@ from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text
 # is reported within a second, TICK_SECONDS of the service included.
 QUIET_SECONDS = 0.5
 
-# The limit for a member that had more concurrent rounds in a group than it has now: its other thread may be in the
+# QUIET_SECONDS of a member that had more concurrent rounds in a group than it has now: its other thread may be in the
 # middle of a long step. Deadlines are far longer than this.
 THREADED_QUIET_SECONDS = 10.0
 
-# An error lists this many positions, those with most members first, so that its text stays short. The fields of an
-# error list this many members for each position.
+# An error lists at most MAX_POSITIONS positions, the ones with most members first, to keep its text short. Its fields
+# list at most MAX_LISTED_MEMBERS members for each position.
 MAX_POSITIONS, MAX_LISTED_MEMBERS = 8, 64
 
 UNKNOWN_MEMBER = -1  # stands for a rank that has not registered and may be running; ranks are not negative
@@ -112,10 +112,10 @@ def _has_arrived(other: StackSample, blocked: StackSample, collective: StackRepo
 
 
 def _is_elsewhere(other: StackReport, blocked: StackReport) -> bool:
-    """Whether the position of a member with as many launched operations contradicts the blocked member's collective."""
+    """Whether a member's position contradicts its count, by which it has launched the blocked member's collective."""
     if not other.in_collective:
         return blocked.collective in SYNCHRONIZING
-    # Both counts are of the same process group: a blocked member reports only the group of its collective.
+    # Both `launched` counts are of one process group: a member in a collective reports only the collective's group.
     is_known = other.collective in SYNCHRONIZING or other.collective == BUFFERS
     if not is_known or other.collective == blocked.collective:
         return False

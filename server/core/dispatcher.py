@@ -34,13 +34,13 @@ logger = logging.getLogger("statsd_bn.server")
 _QUERIES = (messages.StatusRequest, messages.FiguresRequest)  # without a session
 
 
-@dataclass(slots=True)  # not frozen: one is made for each frame, and a frozen one takes three times as long
+@dataclass(slots=True)  # not frozen: each frame makes an object, and a frozen one takes three times as long
 class Received:
     """Outcome of a frame."""
 
     replies: list[Reply]
     session: bytes = b""  # the registered session that sent the frame; b"" after a refusal, a query or a Leave
-    is_refused: bool = False  # the frame was malformed, refused, or of an unregistered session
+    is_refused: bool = False  # the frame was malformed or refused, or its sender had to be registered and is not
 
 
 class Dispatcher:
@@ -124,8 +124,8 @@ class Dispatcher:
     def _refuse_unregistered(self, message: messages.Request, peer: bytes) -> Received:
         self.counters.strangers += 1
         if not isinstance(message, messages.Contribution | messages.Heartbeat | messages.StackReport):
-            # The error makes a member register and send all its results again; an answer to each result would request
-            # them several times. So only contributions, heartbeats and stack reports are answered.
+            # An error makes a member register and send all its results again; one error per result would request them
+            # several times. So only contributions, heartbeats and stack reports are answered.
             return Received([], is_refused=True)
         key = message.key if isinstance(message, messages.Contribution) else None
         return Received([(peer, encode_failure(self._registry.error_for(message.session), key))], is_refused=True)
@@ -173,7 +173,7 @@ class Dispatcher:
 
     def _end_wait(self, now: float, wait: deadlock.Wait, error: StatsdBNError) -> list[Reply]:
         if wait.blocked:
-            # Its main thread waits in torch; only its heartbeat thread can receive this.
+            # The member's main thread waits in torch; only its heartbeat thread can receive the error.
             address = self._registry.sessions.heartbeat_address(wait.blocked.session)
             return [(address, encode_failure(error))] if address else []
         if wait.key:
@@ -216,7 +216,7 @@ class Dispatcher:
         return [(other, self.probe) for other in self._registry.sessions.unreachable(now, peer)]
 
     def shutdown_notices(self) -> list[Reply]:
-        """Failures for all members, sent before those of `stop`; a busy member reads its own before its next round."""
+        """Failures for all members, to send before `stop`. A busy member reads its failure before its next round."""
         stopped = MasterStopped("the server stopped because the process that started it ended")
         sessions = self._registry.sessions.values()
         return [(one.contributor.peer, encode_failure(one.master.membership.lost or stopped)) for one in sessions]

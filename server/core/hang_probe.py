@@ -3,7 +3,7 @@
 The server sends the request to the source of a member's heartbeats, because a separate thread answers there, whatever
 the training script is doing. The report is stored in the member's `StackSample` for warnings, errors and the status
 report. If a late member is blocked in a torch collective, the server also asks the waiting members how many operations
-they have launched on that process group; `server.core.deadlock` draws the conclusion.
+they have launched on its process group; `server.core.deadlock` draws the conclusion.
 
 Members of idle strict jobs get requests too. A job is idle if it had rounds, but none for a while: it validates or
 writes a checkpoint, or its members are deadlocked in torch collectives.
@@ -26,7 +26,7 @@ from statsd_bn.wire import encode
 # per step, which cost it 0.1 ms each.
 NO_ROUND_SECONDS = 2.0
 
-QUIET_ASKED_AT_MOST = 8.0  # longest interval between requests to a member of an idle job that is in no collective
+QUIET_ASKED_AT_MOST = 8.0  # longest interval between requests to a member that is in no collective, in an idle job
 
 # Larger idle jobs get no requests: finding a deadlock needs all members' reports, and so many requests delay rounds.
 MOST_QUIET_MEMBERS = 256
@@ -54,7 +54,7 @@ class HangProbe:
         others = (one for one in members if one.session not in requests)
         idle = {one.session: (one, "") for one in islice(others, MAX_REQUESTS - len(requests))}
         requests |= idle
-        # A member without a request may have moved, so its report is dropped. After a server's delay all are dropped.
+        # A member without a request may have moved: drop its report. After a delay of the server, drop all reports.
         for session in list(self._sampled) if was_delayed else self._sampled.keys() - requests.keys():
             self._sampled.pop(session).stack_sample = None
         replies = (self._request(now, *target, is_idle=session in idle) for session, target in requests.items())
@@ -71,7 +71,7 @@ class HangProbe:
         for (job, _), master in masters.items():
             contributors = master.membership.contributors
             old = [one for one in islice(master.open_rounds.values(), MAX_ROUNDS_SCANNED) if one.opened <= asked_since]
-            # These wait in a round, so their position is known.
+            # These members wait in a round, so their position is known.
             waiting = {member for round_ in old for member in round_.waiting}
             for round_ in old:
                 late = (contributors.get(member) for member in round_.missing if member not in waiting)
@@ -114,7 +114,7 @@ class HangProbe:
         self._number = (self._number + 1) % limits.MAX_COUNTER
         contributor.stack_sample.record_request(now, self._number)
         if is_idle:
-            # Ask a blocked member again when it has been blocked for `apart`, any other soon enough to see a change.
+            # Ask a blocked member again once it has been blocked for `apart`, and others soon enough to see a change.
             latest, known = contributor.stack_sample.latest, contributor.stack_sample.since + self._apart
             soon = known if latest and latest.in_collective and known > now else now + QUIET_ASKED_AT_MOST
             contributor.stack_sample.due = min(contributor.stack_sample.due, soon)

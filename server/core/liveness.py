@@ -21,7 +21,7 @@ class Session:
     key: str  # its public key
     last_heard: float  # time of its last message
     peer: bytes  # source of its last message from the main socket
-    heartbeat_peer: bytes = b""  # source of its last heartbeat, or of a report from that socket
+    heartbeat_peer: bytes = b""  # source of its last heartbeat or report from the heartbeat socket
     unreachable_since: float | None = None  # when it lost its last address
 
     def record_message(self, now: float, peer: bytes) -> None:
@@ -69,8 +69,8 @@ class Sessions(dict[bytes, Session]):
         if was_delayed:  # messages that arrived during the delay may be unread, so the silence is measured from now
             self._measured_from = now
         lost = [(token, session, cause) for token, session in self.items() if (cause := self._loss_cause(now, session))]
-        # Connected sessions come first, because they are lost only after a longer silence. The others are sorted by
-        # their disconnect, not their last message: the process killed first may have sent its last message last.
+        # Connected sessions come first, because they are lost only after a longer silence. Disconnected ones are
+        # sorted by the disconnect, not the last message: the process killed first may have sent its last message last.
         lost.sort(key=lambda entry: (entry[1].unreachable_since or -math.inf, entry[1].last_heard))
         return [(token, cause) for token, _, cause in lost]
 

@@ -28,10 +28,10 @@ logger = logging.getLogger("statsd_bn.server")
 # Ended sessions and groups that are remembered: the members of a large job may end at the same time.
 REMEMBERED_SESSIONS, REMEMBERED_GROUPS = 32_768, 4096
 
-# Ended jobs in the report, and for how long.
+# Maximum number of ended jobs in the report, and how long each stays there.
 REMEMBERED_JOBS, REMEMBERED_SECONDS = 32, 600.0
 
-# A launcher stops a broken job's other processes within this time; without one, blocked ranks exit after `abort_after`.
+# A launcher stops a broken job's processes within this time; without a launcher blocked ranks end after `abort_after`.
 LAUNCHER_STOP_SECONDS = 5.0
 
 GroupName = tuple[str, str]  # a job, and the name of a group
@@ -86,7 +86,7 @@ class Registry:
     def _is_stale(self, register: Register) -> bool:
         """Whether a later message of the session arrived first; the member retries if it needs the answer.
 
-        A session cannot register as two members or in two groups: a Leave would end only one.
+        Raises ProtocolError for a session of another member or group: a Leave would end only one of two registrations.
         """
         session = self.sessions.get(register.session)
         if session is None:
@@ -186,8 +186,8 @@ class Registry:
             return []
         master, membership, notified_at = session.master, session.master.membership, session.master.broken_notified_at
         # The loss that breaks a job is a WARNING: a launcher may stop the other processes before they can report it.
-        # The server may even notice the stopped ones before the rank that failed, so every loss within
-        # LAUNCHER_STOP_SECONDS is a WARNING. Later ones follow from the broken job, and the ranks have reported it.
+        # The server may even notice the stopped processes before the rank that failed, so every loss in the next
+        # LAUNCHER_STOP_SECONDS is a WARNING. Later losses follow from the broken job, which the ranks have reported.
         follows = notified_at is not None and now - notified_at >= LAUNCHER_STOP_SECONDS
         breaks_job = membership.has_opened and not (membership.is_elastic or follows)
         level = logging.WARNING if breaks_job else logging.INFO
@@ -198,7 +198,7 @@ class Registry:
         """End a group that cannot open: fail all members that wait for it, and end their sessions."""
         contributors = list(master.membership.contributors.values())
         replies = [(contributor.peer, encode_failure(error)) for contributor in contributors]
-        # A member that missed the reply gets this error when it retries; short, because it is kept for long.
+        # A member that missed the reply gets this error when it retries. It is short, because it is kept for long.
         again = RoundMismatch(f"{master.membership.name}: deadlock: its ranks waited in different places")
         for contributor in contributors:
             self.sessions.pop(contributor.session, None)
@@ -209,7 +209,7 @@ class Registry:
         """Failures of a broken strict group, sent once, to members that may wait outside of its rounds.
 
         A member of the group may wait in a torch collective, so all are notified at their heartbeat addresses. If the
-        group is the world, members of its job may wait for other groups to open.
+        group is the world, members that wait for another group of the job to open are notified too.
         """
         membership, lost = master.membership, master.membership.lost
         if lost is None or membership.is_elastic or master.broken_notified_at is not None:
@@ -233,7 +233,7 @@ class Registry:
     def _remove(
         self, now: float, master: SyncMaster, contributor: Contributor, cause: str, error: StatsdBNError | None = None
     ) -> list[Reply]:
-        """Remove a member. `error`, if given, answers its late messages; without it the member is lost.
+        """Remove a member. `error` answers its late messages; None for a lost member.
 
         A group ends with its last member. Members of groups that can no longer open are notified.
         """
@@ -255,7 +255,7 @@ class Registry:
 
 
 def _is_replaced(master: SyncMaster, register: Register, *, is_new: bool) -> bool:
-    """Whether a registration restarts the group: in a later epoch, or a new session of a broken group."""
+    """Whether a registration restarts the group: its epoch is later, or its session is new and the group is broken."""
     if register.epoch < master.epoch:
         text = (
             f"{master.membership.name}: expected epoch {master.epoch} or later, got {register.epoch} from rank "

@@ -15,24 +15,24 @@ from statsd_bn.round_key import RoundKey
 from statsd_bn.text import escape
 from statsd_bn.timing import Histogram, quantile
 
-# The first request follows a wait of ASK_SECONDS, the next one after the same time, and further ones at doubling
-# intervals of up to ASKED_AT_MOST.
+# The server sends the first request after a wait of ASK_SECONDS, the second ASK_SECONDS later, and further requests at
+# intervals that double up to ASKED_AT_MOST.
 ASK_SECONDS, ASKED_AT_MOST = 1.0, 32.0
 
-# A heartbeat thread answers within milliseconds. Without an answer for this long its process is stopped or starved, or
-# another thread holds the GIL.
+# A member's heartbeat thread answers within milliseconds. If it does not answer for this long, the process is stopped
+# or starved, or another thread holds the GIL.
 SILENT_SECONDS = 1.0
 
-STEADY_SECONDS = 1.0  # two equal reports this far apart show that a member waits there
-MAX_PROCESS_GROUPS = 8  # for which one member's operation counts are stored; requests name one or two groups
+STEADY_SECONDS = 1.0  # two equal reports this far apart show that a member waits in that position
+MAX_PROCESS_GROUPS = 8  # limit on a member's stored operation counts; requests name one or two groups
 
-# Runs of ranks in a reported process group: ranks 0, 8, 16 and so on of 1,024 are 128 runs, of 15 kB. A group with more
-# runs is dropped, because its memory is not accounted for.
+# Runs of ranks in a reported process group: ranks 0, 8, 16 and so on of 1,024 are 128 runs, of 15 kB. The server drops
+# a report's process group with more runs, because the quota does not count this memory.
 MOST_RUNS = 128
 
 
 class LaunchCount(NamedTuple):
-    """Operations that a member has launched on a process group, and the times of the first and latest report."""
+    """Operations that a member has launched on a process group, and when a report first and last had this number."""
 
     number: int
     since: float
@@ -85,7 +85,7 @@ class StackSample:
         return latest if latest and latest.in_collective and latest.torch_group else None
 
     def has_launched(self, group: int, at_least: int) -> bool | None:
-        """Whether the member has launched at least so many operations on a process group; None if unknown."""
+        """Whether the member has launched `at_least` or more operations on a process group; None if unknown."""
         known = self.launched.get(group)
         if known and known.number >= at_least:
             return True
@@ -112,8 +112,8 @@ def group_of(answer: StackReport) -> int:
 
 
 def _position(answer: StackReport) -> tuple[object, ...]:
-    # The operation count is part of a position in a collective, because a loop returns to the same line. A member that
-    # waits in a round may report the count of another member's process group.
+    # The operation count is part of a position in a collective, because a loop returns to the same line. Outside of a
+    # collective the report may have the count of the process group in which another member is blocked.
     operation = (answer.torch_group, answer.launched) if answer.in_collective else ()
     return (answer.stack, answer.in_collective, *operation)
 
@@ -138,12 +138,12 @@ class Contributor:
     transport: str = ""  # as reported; empty before the first heartbeat
     reported_step: int = 0
     threads: int = 1  # maximum number of its concurrent rounds, and so of its exchanging threads
-    delay: float = 0.0  # total seconds by which it came later than the first member of a round
+    delay: float = 0.0  # total seconds from the first member's contribution to its own, over its rounds
     waited: float = 0.0  # total seconds of waiting in rounds that the server did not see, as reported
     total_wait: float | None = None  # seconds waited by the end of the latest window of `Pace`; None if it joined later
     least_computing: float = math.inf  # seconds of computation per round in its fastest window
-    # Of the latest complete window, for the report: the share of the time that it waited, and the lower of its speeds
-    # relative to the fastest member and to its own best window.
+    # For the report, of the latest complete window (or the first one so far): "waiting", the share of the time that it
+    # waited, and "score", the lower of its speeds relative to the fastest member and to its own best window.
     pace: dict[str, float] = field(default_factory=dict)
     lateness: Histogram = field(default_factory=Histogram)  # gaps to the previous member, in rounds where it came last
     reported_lateness: Histogram = field(default_factory=Histogram)  # the part of `lateness` in shared memory

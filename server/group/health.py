@@ -68,7 +68,7 @@ class Pace:
     def update(self, now: float, rounds: int, longest: float, contributors: Mapping[int, Contributor]) -> bool:
         """End the current window if it is due; returns whether to report the slowest member.
 
-        `longest` is the duration of all rounds together. The first window starts STARTUP_SECONDS after the first round.
+        `longest` is the sum of all rounds' durations. The first window starts STARTUP_SECONDS after the first round.
         """
         if self._due == math.inf and rounds:
             self._due = now + STARTUP_SECONDS
@@ -153,7 +153,7 @@ class GroupHealth:
     def add_latency(self, contributor: Contributor, report: RoundTrips | LatenessReport) -> None:
         """Add a member's round trips, or its lateness in shared memory.
 
-        Reports are cumulative, so one with lower counts than the last one is outdated.
+        Reports are cumulative, so a report with lower counts than the previous report is outdated.
         """
         if isinstance(report, RoundTrips):
             before, everywhere = contributor.round_trips, [self.round_trips]
@@ -189,7 +189,7 @@ class GroupHealth:
         self._compare(now, report.step, report.names, report.values)
 
     def compare_samples(self, now: float) -> bool:
-        """Compare the members' data in a sampled step; returns whether there was one."""
+        """Compare the members' data in a sampled step; returns False without a sampled step."""
         before = self._samples.size
         samples = self._samples.drain(now)
         self._memory.adjust(self._samples.size - before)
@@ -241,17 +241,17 @@ class GroupHealth:
 class FirstNonFinite:
     """The origin of a group's first NaN or infinity in one epoch, forward and backward, for log and status.
 
-    A GradScaler scales gradients until they overflow, and skips such a step. So non-finite gradients are reported only
-    if the forward pass, the end of the group or a long series of steps shows that they are no such overflow.
+    A GradScaler raises its scale until gradients overflow, and skips a step in which they do. So non-finite gradients
+    are reported only if the forward pass, the end of the group or a long series of steps shows another cause.
     """
 
     def __init__(self) -> None:
         self._found: dict[bool, tuple[str, dict[str, Any]]] = {}  # text and facts, for forward and backward
-        # The latest step with non-finite gradients, and the length of the series.
+        # The latest step with non-finite gradients, and the number of such steps in a row.
         self._step, self._in_a_row = -1, 0
 
     def report(self, step: int, *, is_broken: bool) -> dict[str, Any]:
-        """Report entries: the texts in order, and the first one's facts; none for overflows without an effect."""
+        """Report entries: the texts in order of discovery, and the first one's facts; none for harmless overflows."""
         has_ended_it = is_broken and step <= self._step + 1
         is_finding = True in self._found or has_ended_it or self._in_a_row > MAX_OVERFLOWS
         found = list(self._found.values()) if is_finding else []
@@ -280,14 +280,14 @@ class FirstNonFinite:
         }
         self._found[is_forward] = text, facts
         if is_forward:
-            # Non-finite gradients before this were no overflow.
+            # Earlier non-finite gradients were no harmless overflow, so they are a warning too.
             for found, _ in self._found.values():
                 logger.warning("job %r, group %r: %s", key.job, key.group, found)
         else:
             logger.info("job %r, group %r: %s", key.job, key.group, text)
 
     def _count(self, step: int) -> None:
-        """Count consecutive steps; a step has many rounds."""
+        """Count consecutive steps with non-finite gradients; a step may have many such rounds."""
         if step != self._step:
             self._in_a_row = self._in_a_row + 1 if step == self._step + 1 else 1
             self._step = step

@@ -9,8 +9,8 @@ The rules behind the table:
 4. An elastic group survives the loss of members, and accepts new ones while it is open or recovers.
 5. An open group, strict or elastic, breaks when its members have presented contradictory results.
 6. A filling group becomes recovering when a former member registers. An open elastic group refuses former members,
-   because the others have continued. An open strict group accepts only former members that were paused, because the
-   others did not wait for them.
+   because the others have continued. An open strict group accepts a former member only if it was
+   paused, because no round needs it.
 7. After a paused member has left a strict group, rejoining members get an error: the group can never be complete again.
 8. A broken group stays broken and refuses all registrations; `server.core.registry` may replace it.
 

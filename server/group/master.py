@@ -25,7 +25,7 @@ from statsd_bn.round_key import RoundKey
 from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text, wire_text
 from statsd_bn.wire import encode, encode_failure
 
-# Evicted rounds that are remembered, to refuse late contributions. A broken connection has far fewer in flight.
+# Remembered evicted rounds, to refuse late contributions. A broken connection has far fewer messages in flight.
 REMEMBERED_ROUNDS = 1024
 
 MAX_NAMED = 8  # late members named in a message
@@ -35,14 +35,14 @@ LATE_ADVICE = "Check the missing ranks' logs, or raise connect(round_timeout=...
 class SyncMaster:
     """One epoch of one group: its members, its open rounds, and the latest ended ones.
 
-    Members in step can be one round apart, so a repeated contribution may belong to a round that has ended: it is
-    answered from the cache.
+    Even members in lockstep can be one round apart, so a repeated contribution may belong to a round that has ended:
+    the cache has the answer.
 
     Args:
         server: random id of this server process.
         register: the registration that starts the group; it sets job, group, epoch and policy.
         usage: the server's memory accounting.
-        tenant: account for the group's memory; default: the job.
+        tenant: the group's memory counts against this tenant's quota; default: a tenant for the job alone.
 
     Raises:
         LimitExceeded: no memory is left for another group.
@@ -54,8 +54,8 @@ class SyncMaster:
     def __init__(self, server: bytes, register: Register, usage: QuotaUsage | None = None, tenant: str = "") -> None:
         self.epoch = register.epoch
         self.logged_cause = ""  # of the latest logged leave
-        self.deadlock_at = -math.inf  # when the latest deadlock of the job was reported; set only in the world
-        self.broken_notified_at: float | None = None  # when members without a round were notified
+        self.deadlock_at = -math.inf  # when the latest deadlock of the job was reported; set only in the group `world`
+        self.broken_notified_at: float | None = None  # when members outside of its rounds were notified
         self.why_not_faster = ""
         self._rounds_without_server = 0
         self._last_progress = -math.inf
@@ -73,8 +73,8 @@ class SyncMaster:
         self.was_refused = False  # a broken group has refused a contribution
         self.last_answered = -math.inf  # time of the last answer to a round, or of the opening of the group
         self.parked = ParkedContributions(self.memory)
-        # A failed round did not wait for all members, and a member may reach it many rounds later and must still get
-        # the error, so successful rounds do not evict failed ones.
+        # A failed round did not wait for all members: a late member may reach it many rounds later, and must still get
+        # the error. So successful rounds do not evict failed ones.
         self._cached_results: dict[RoundKey, Round] = {}
         self._cached_failures: dict[RoundKey, Round] = {}
         self._ended: dict[int, None] = {}  # hashes of the keys of older rounds
@@ -99,7 +99,7 @@ class SyncMaster:
 
         Raises:
             RegistrationRefused: the reason of a refusal.
-            ReplicaLost: the group is broken, or the member was considered lost.
+            ReplicaLost, ContributionConflict: the group is broken, can never rejoin, or continued without the member.
             LimitExceeded: no memory is left for another member.
         """
         more = 0 if register.member in self.membership.contributors else quota.MEMBER_BYTES
@@ -117,7 +117,7 @@ class SyncMaster:
     def contribute(self, now: float, contributor: Contributor, contribution: Contribution, peer: bytes) -> list[Reply]:
         """Add a member's rows to a round: the first rows start it, and the last ones end it.
 
-        The rows of an ended round are answered from the cache, and those of a recovering group are parked.
+        Rows for an ended round get the cached answer, and rows for a recovering group are parked.
         """
         try:
             round_ = self.open_rounds.get(contribution.key)
@@ -208,7 +208,7 @@ class SyncMaster:
             self.memory.check(RecoveredResult(aggregate, contributor).size)
         membership.record_result(contributor, aggregate)
         self._update_memory()
-        # Only the last announced result of a member can complete the recovery, and 1,000 members send thousands.
+        # Only a member's last announced result can complete the recovery, so the thousands of others need no check.
         return [] if contributor.results_pending else self._advance(now)
 
     def remove_contributor(
@@ -265,7 +265,7 @@ class SyncMaster:
             raise errors.ProtocolError(f"round key: expected {name}, as {contributor} registered, got {key}")
 
     def _update_memory(self) -> None:
-        """Update the memory accounted for members, and during a recovery for their reports."""
+        """Update the memory accounted for members and figures, and in a recovery for expected members and results."""
         membership = self.membership
         size = quota.MEMBER_BYTES * self.nr_slaves + quota.EXPECTED_BYTES * len(membership.expected)
         size += self.health.comparison.size + membership.recovered.size
@@ -282,7 +282,7 @@ class SyncMaster:
         if contradiction := recovered.contradiction():
             self.membership.break_for(contradiction)
             return replies + self._send_notices()
-        # Parked rows come before recovered results: the server adds a complete round itself, without trust in a result.
+        # Parked rows come before recovered results: if they complete a round, the server adds them and uses no result.
         for contributor, contribution, peer in self.parked.consume():
             replies += self.contribute(now, contributor, contribution, peer)
         recovered.enabled = True
@@ -307,7 +307,7 @@ class SyncMaster:
     def _notify(self, notice: Notice, error: StatsdBNError) -> list[Reply]:
         is_broken, has_opened = notice is Notice.BROKEN, self.membership.has_opened
         with_a_round = self.parked.members
-        # These wait for the group to open, or for others to rejoin, without a round that could carry the error.
+        # Members that wait for the group to open or for others to rejoin, and have no round that could carry the error.
         waiting = [
             one.peer
             for one in self.membership.contributors.values()

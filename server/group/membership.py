@@ -40,7 +40,7 @@ class Membership:
         self.present = NO_MEMBERS  # cached, because each newcomer to a large group receives them
         self.latest_step = 0  # highest of any contribution
         self.reported_step = 0  # highest of any contribution or report, since some rounds bypass the server
-        self.expected: set[int] = set()  # of a recovering group: the members that the returned ones know of
+        self.expected: set[int] = set()  # in a recovering group: the returned members, and the members known to them
         self.recovered = RecoveredResults()
         self._recovering_since = 0.0
         self._silence = silence
@@ -74,7 +74,7 @@ class Membership:
         return max(1, len(self.absent)) if self.is_recovering else 0
 
     def step_of(self, contributor: Contributor) -> int:
-        """Current step of a member: participants of a strict group are all in the latest one."""
+        """Current step of a member: participants of a strict group are all in the latest step."""
         is_in_lockstep = contributor.state is MemberState.TAKES_PART and not self.is_elastic
         return self.reported_step if is_in_lockstep else max(contributor.step, contributor.reported_step)
 
@@ -103,7 +103,7 @@ class Membership:
         return [one for one in there if one.state is MemberState.REJOINING]
 
     def pause_rejoining(self) -> list[Contributor]:
-        """Pause the rejoining members again, because the others will not return; returns them."""
+        """Pause the rejoining members again, because the others will not return; returns the paused members."""
         paused = self.rejoining
         for contributor in paused:
             contributor.state = self._apply(Event.PAUSES, contributor.state).member or contributor.state
@@ -133,7 +133,7 @@ class Membership:
         contributor = check_admission(self, register)
         # After the check, so that a refused registration changes no state.
         if not self.is_recovering:
-            self._recovering_since = now  # if this registration starts a recovery
+            self._recovering_since = now  # in case this registration starts a recovery
         self._apply(lifecycle.arrival(register), contributor.state if contributor else MemberState.NEW)
         if contributor is None:
             contributor = self._add(register, peer)
@@ -155,7 +155,7 @@ class Membership:
         return self._begin_pass() if self.is_open else self._open(now)
 
     def left_behind(self, now: float) -> list[tuple[bytes, str]]:
-        """Members of a recovering group that are lost, as sessions with the causes."""
+        """Members of a recovering group that count as lost: pairs of session and cause."""
         if not self.is_recovering:
             return []
         there = self.contributors.values() if self._has_timed_out(now) else ()
@@ -241,7 +241,7 @@ class Membership:
         pass: the aggregate lacks its rows.
         """
         begun = self._latest_pass
-        # Before the first round has ended a seemingly new member may be an original one.
+        # Before the end of the first round, a member that seems new may be an original member.
         has_begun = self.latest_step > 0 or bool(self.recovered.results)
         for contributor in self.contributors.values():
             if self.is_elastic and not contributor.was_in_group and has_begun:

@@ -20,7 +20,7 @@ from statsd_bn.wire import encode
 
 logger = logging.getLogger("statsd_bn.server")
 
-# How long an unreachable member may take to reconnect: ZeroMQ reconnects after 0.1 s, and the client then sends at
+# How long an unreachable member may take to reconnect: ZeroMQ reconnects within 0.1 s, and the client then sends at
 # once. A longer time would delay the report of a killed process, which should take less than a second.
 RECONNECT_SECONDS = 0.3
 
@@ -48,7 +48,7 @@ class RecoveredResults:
     """
 
     def __init__(self) -> None:
-        self.enabled = False  # results may end rounds, after all members have reconnected
+        self.enabled = False  # True after all members have reconnected: results may end rounds
         self.results: dict[RoundKey, RecoveredResult] = {}
         self.size = 0  # in bytes
         self._different: RecoveredResult | None = None
@@ -75,7 +75,7 @@ class RecoveredResults:
     def consume(self, round_: Round) -> Aggregate | None:
         """Remove and return the result that ends a round; None if the sum of its rows ends it."""
         result = self.results.get(round_.key)
-        # The round may have rows of a member that the result does not cover; the former answer stays valid.
+        # Even if the round has rows of a member that the result lacks, the result counts: members have received it.
         if result is None or (not round_.nr_missing and set(round_.futures) == set(result.aggregate.members)):
             return None
         self._drop(round_.key)
@@ -89,7 +89,7 @@ class RecoveredResults:
             logger.warning(text, total.key, result.source)
 
     def contradiction(self) -> ContributionConflict | None:
-        """Error if two results contradict each other, as when members of two runs of the group have registered."""
+        """Error if two results contradict each other: members of two runs of the group may have registered."""
         of_another = self._different or self._find_inconsistent()
         if of_another is None:
             return None
@@ -99,7 +99,7 @@ class RecoveredResults:
 
     def _find_inconsistent(self) -> RecoveredResult | None:
         """A result with a member that is missing from a larger or equally large result of the same step."""
-        # Members may be lost within a step, but none joins within one.
+        # Within a step members may be lost, but none joins.
         results = [result for key, result in self.results.items() if key.phase != GATHER]
         results.sort(key=lambda result: (result.aggregate.key.step, -len(result.aggregate.members)))
         for more, fewer in pairwise(results):
@@ -140,7 +140,7 @@ class ParkedContributions:
         return {member for member, rounds in self._parked.items() if rounds}
 
     def is_full(self, member: int, key: RoundKey) -> bool:
-        """Whether a member already has as many parked contributions as possible, all to other rounds."""
+        """Whether a member already has as many parked contributions as allowed, none of them to this round."""
         rounds = self._parked.get(member, {})
         return len(rounds) >= limits.MAX_OPEN_ROUNDS and key not in rounds
 

@@ -34,7 +34,7 @@ class FutureResult:
     Attributes:
         peer: routing id for the answer.
         since: time of the member's first contribution, which `SyncMaster` sets.
-        rows: contributed rows; None before.
+        rows: contributed rows; None before the contribution.
     """
 
     __slots__ = ("peer", "rows", "since")

@@ -1,8 +1,8 @@
 """Connections: sends frames, notices disconnects, and closes bad or surplus connections.
 
-ZeroMQ has no call to close a single connection, and does not report the peer of one. But it reports file descriptors:
-at accept and with each message. The server closes a connection through its descriptor; to ZeroMQ the peer then seems to
-have closed it. A client that is disconnected by mistake reconnects.
+ZeroMQ has no call to close a single connection, and does not report a connection's peer. But it reports the file
+descriptor, at accept and with each message. The server closes a connection through its descriptor; to ZeroMQ the peer
+then seems to have closed it. A client that is disconnected by mistake reconnects.
 
 A frame is dropped if its peer has disconnected or does not read, because the other peers must not wait. ZeroMQ limits
 the number of messages queued for a peer, not their size. The peer's connection shows whether it reads: while the kernel
@@ -40,8 +40,8 @@ logger = logging.getLogger("statsd_bn.server")
 # groups gets one refusal in each.
 MAX_REFUSALS = limits.MAX_GROUPS
 
-# Delay of the probes after a disconnect: ZeroMQ reports a disconnect a moment before it forgets the peer, and one pass
-# covers all connections of an ending job.
+# Delay of the probes after a disconnect: ZeroMQ reports a disconnect a moment before it forgets the peer. Besides, the
+# connections of an ending job close within the delay, so one pass of probes is enough for all.
 PROBE_SECONDS = 0.05
 
 # Delay between the error for a peer and the end of its connection, in which ZeroMQ's thread sends the error. The peer's
@@ -50,8 +50,8 @@ CLOSE_DELAY_SECONDS, IGNORED_SECONDS = 0.05, 10.0
 
 MAX_PEER_BYTES = 2**20  # queued for one peer; a peer without queued data gets a larger reply too if the total allows
 
-# Queued bytes of all peers. Above half of it, peers that do not read are disconnected; above it, peers with queued data
-# get nothing; above twice it, only small replies are sent.
+# Limit on queued bytes of all peers. Above half the limit, peers that do not read are disconnected; above the limit,
+# peers with queued data get nothing; above twice the limit, only small replies are sent.
 MAX_TOTAL_BYTES = 2**25
 
 SMALL_ANSWER_BYTES = 2**16  # a peer without queued data gets a reply of up to this size, whatever others have queued
@@ -111,13 +111,13 @@ class ConnectionTable:
     def set_peer(self, peer: bytes, descriptor: int) -> None:
         """Record the routing id of a connection's peer."""
         if connection := self._connections.get(descriptor):
-            # A frame may be read after its connection was closed and the descriptor reused.
+            # The old peer may be wrong: a closed connection's last frame may be read after the descriptor was reused.
             self._release(connection)
             connection.peer = peer
             self.by_peer[peer] = connection
 
     def record(self, peer: bytes, principal: Principal, session: bytes) -> None:
-        """Record a valid message of a peer that is no member; the peer becomes one if the message has a session."""
+        """Record a valid message of a peer that is no member; it becomes a member if the message has a session."""
         connection = self.by_peer.get(peer)
         if connection is None or connection.is_closed:
             return
@@ -153,7 +153,7 @@ class ConnectionTable:
                 close_connection(descriptor)
 
     def may_send(self, peer: bytes, size: int) -> bool:
-        """Whether to send so many bytes to a peer; if so, they are counted."""
+        """Whether to send `size` bytes to a peer; if so, they are counted."""
         connection = self.by_peer.get(peer)
         if connection is None:
             return True
@@ -207,7 +207,7 @@ class ProbeScheduler:
 
     def __init__(self) -> None:
         self.disconnected = -math.inf  # time of the last disconnect; members heard since need no probe
-        self.due = math.inf  # time of the next pass; infinity without one
+        self.due = math.inf  # time of the next pass of probes; infinity if none is needed
 
     def record_disconnect(self, now: float) -> None:
         """Record a disconnect; call it after all earlier frames have been received."""
@@ -215,10 +215,10 @@ class ProbeScheduler:
         self.due = min(self.due, now + PROBE_SECONDS)
 
     def start_if_due(self, now: float) -> bool:
-        """Whether a pass is due; the caller then makes it."""
+        """Whether a pass is due; if so, the caller sends the probes."""
         if now < self.due:
             return False
-        # A disconnect after this pass was scheduled needs another one.
+        # A disconnect after this pass was scheduled needs another pass.
         due = self.disconnected + PROBE_SECONDS
         self.due = due if due > self.due else math.inf
         return True
@@ -231,14 +231,14 @@ class ConnectionManager:
         self._socket = listener.socket
         self._monitor = listener.monitor
         self._dispatcher = dispatcher
-        # Half of the limit on open files: libzmq aborts a process without a free descriptor for a Unix socket.
+        # Connections get half of the file descriptors: libzmq aborts a process that has none left for a Unix socket.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._table = ConnectionTable(math.inf if files == resource.RLIM_INFINITY else files // 2)
         self._refusals: Counter[bytes] = Counter()  # since the last tick, by routing id
         self._resets = ResetDetector()
         self._probe_scheduler = ProbeScheduler()
         self._has_disconnected = False
-        self._closing: dict[int, float] = {}  # connections to close, each with its time
+        self._closing: dict[int, float] = {}  # connections to close, each with the time to close it
         self._ignored: dict[bytes, float] = {}  # peers of closing connections, and until when to ignore them
         self.members = self._table.members
 
@@ -280,7 +280,7 @@ class ConnectionManager:
         if peer not in self._table.by_peer:
             # Read the monitor first: an earlier connection with this descriptor may have been closed.
             self.read_monitor()
-            with suppress(zmq.ZMQError, ValueError):  # unknown to ZeroMQ
+            with suppress(zmq.ZMQError, ValueError):  # ZeroMQ does not know the descriptor
                 self._table.set_peer(peer, int(part.get(zmq.SRCFD)))
         return True
 
@@ -300,13 +300,13 @@ class ConnectionManager:
         logger.warning("peer %r: %s", peer, log_line(error))
         self._ignored[peer] = time.monotonic() + IGNORED_SECONDS
         self.members.pop(peer, None)
-        # A frame may be read after its connection was closed and the descriptor reused.
+        # If the peer has disconnected, its descriptor may belong to a newer connection, which must stay open.
         is_connected = self._deliver(peer, encode_failure(error)) != zmq.EHOSTUNREACH
         if is_connected and (connection := self._table.by_peer.get(peer)):
             self._closing[connection.descriptor] = time.monotonic() + CLOSE_DELAY_SECONDS
 
     def close_others(self, keys: Collection[str]) -> None:
-        """Close the connections of all other keys at the next call of `close_due`."""
+        """Close the connections with keys that are not in `keys`, at the next call of `close_due`."""
         self._closing.update(dict.fromkeys(self._table.with_other_keys(keys), 0.0))
 
     def read_monitor(self) -> None:
@@ -332,7 +332,7 @@ class ConnectionManager:
         return has_disconnected
 
     def probe_members(self, *, disconnected: bool) -> None:
-        """Probe the members that were silent since a disconnect, a moment after it."""
+        """Probe the members that were silent since a disconnect, PROBE_SECONDS after it."""
         # Call it after all frames from before the disconnect have been received.
         now = time.monotonic()
         if disconnected:
@@ -353,7 +353,7 @@ class ConnectionManager:
         if event == zmq.EVENT_LISTENING:
             drop_resets(value)
         elif event == zmq.EVENT_ACCEPTED:
-            # The connection may have been accepted before the listening socket got the filter.
+            # ZeroMQ may have accepted the connection before the listening socket got the filter.
             drop_resets(value)
             self._forget(value)  # an earlier connection with this descriptor
             self._table.add(value)

@@ -45,7 +45,7 @@ KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE
 PRIVATE_UMASK = 0o177  # for mode 0600
 LOCK_SECONDS, LOCK_PAUSE_SECONDS = 5.0, 0.01  # a starting server holds the lock for a millisecond
 
-# Errors where a file system has no locks. Servers that start there at the same time may replace each other's socket.
+# Errors of a file system without locks. Servers that start there at the same time may replace each other's socket.
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 # Connections that wait to be accepted, for TCP as well: after a restart all members connect at once, and the system
@@ -58,7 +58,7 @@ EVENTS |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROT
 ZAP_ENDPOINT, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"statsd_bn"
 
 # Delay of the authenticator's answers. ZeroMQ sends its request before it reads the peer's own metadata, and keeps the
-# last routing id. Without the delay the answer came first in one of four handshakes on a busy machine.
+# last routing id. Without the delay the answer preceded the metadata in one of four handshakes on a busy machine.
 HOLD_SECONDS = 0.001
 
 
@@ -99,7 +99,7 @@ class Listener:
         return bound
 
     def open(self) -> None:
-        """Start to accept connections; call it after the last `bind`."""
+        """Start to authenticate connections; call it after the last `bind`."""
         self._authenticator.is_open.set()
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Listener:
 
 
 class Authenticator:
-    """The ZAP handler (RFC 27) of a context, in a thread that ends with it."""
+    """The ZAP handler (RFC 27) of a context, in a thread that ends with the context."""
 
     # Each handshake sends a request and waits for the answer. A separate thread answers even while the server's loop is
     # busy.
@@ -171,7 +171,7 @@ class Authenticator:
             return [*head, b"400", b"unknown key", b"", b""]
         # This id overrides the peer's. pyzmq reads properties as text, hence the hexadecimal digits.
         metadata = _property(b"Identity", os.urandom(12).hex().encode())
-        # ZeroMQ sets `__fd` only if it knows the peer's address; otherwise a peer could send a false one, hence -1.
+        # ZeroMQ sets `__fd` only if it knows the peer's address; otherwise a peer could send a false value, hence -1.
         metadata += _property(b"__fd", b"-1")
         # The field after the text becomes the User-Id of each message of the connection.
         return [*head, b"200", b"OK", key.encode(), metadata]
@@ -279,7 +279,7 @@ def _remove_abandoned(path: Path, endpoint: str) -> None:
 
 
 def _is_in_use(path: Path) -> bool:
-    """Whether a process listens, assumed unless the connection is refused or the file is gone."""
+    """Whether a process listens at a path: True unless a connection is refused or the file is gone."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(0)
         return client.connect_ex(os.fsencode(path)) not in {errno.ECONNREFUSED, errno.ENOENT}

@@ -60,7 +60,7 @@ _CLOCK_STEP_SECONDS = 0.02  # the kernel's clock has steps of 10 ms; an answer m
 
 
 def drop_resets(descriptor: int) -> bool:
-    """Drop resets of a TCP connection, or of all that a listening socket accepts; returns whether they are dropped."""
+    """Drop resets of a TCP connection, or of all later connections to a listening socket; returns whether it worked."""
     try:
         with _borrow(descriptor) as found:
             return _is_tcp(found) and _attach(found, _NO_RESETS)
@@ -93,7 +93,7 @@ def dropped_segments(descriptor: int) -> int:
 class TcpState:
     """State of a TCP connection; times in seconds."""
 
-    has_unacknowledged: bool  # sent data
+    has_unacknowledged: bool  # whether sent data is unacknowledged
     idle: float  # time since the last data or acknowledgement
     round_trip: float
 

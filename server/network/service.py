@@ -2,7 +2,7 @@
 
 One synchronous loop: asyncio would double the round-trip time, and the server has no other work to overlap. A frame
 passes `Service._receive`, `Dispatcher.receive` and `ConnectionManager.send`. ZeroMQ reads the connections in rotation,
-so a busy one delays the others by one frame at a time.
+so a busy connection delays the others by one frame at a time.
 """
 
 import logging
@@ -100,7 +100,7 @@ class Service:
         self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota)
         self._connections = ConnectionManager(self._listener, self._dispatcher)
         self._members = self._connections.members
-        # The events of listening attach the filter for TCP resets, before the first connection is accepted.
+        # Read the events of the new listening sockets, to attach the filter for TCP resets before a handshake ends.
         self._connections.read_monitor()
         self._listener.open()
 
@@ -124,7 +124,7 @@ class Service:
 
     @property
     def nr_ranks(self) -> int:
-        """Number of ranks that have not left and wait for the next server."""
+        """Number of registered ranks, which wait for the next server; 0 with a parent: no server follows then."""
         return 0 if self._parent else self._dispatcher.nr_ranks
 
     @ignore_float_errors
@@ -134,7 +134,7 @@ class Service:
         # a parent has a successor only after a failure, so after a stop it sends each member an error.
         next_look = time.monotonic() + POLL_SECONDS
         while not self._stopping:
-            # A blocking `recv` needs fewer system calls per frame than a poll before it.
+            # A blocking `recv` needs fewer system calls per frame than a poll and a `recv`.
             try:
                 peer = self._socket.recv()
             except zmq.Again:
@@ -160,7 +160,7 @@ class Service:
         # A message of several parts is of another protocol: the empty frame in its place is refused as malformed.
         frame = b"" if part.more else part.bytes
         received = self._dispatcher.receive(time.monotonic(), peer, frame, principal)
-        if received.replies:  # mostly only for the last contribution of a round
+        if received.replies:  # usually only after the last contribution to a round
             self._connections.send(received.replies)
         if received.is_refused or peer not in self._members:
             self._connections.record(peer, received, principal)

@@ -15,10 +15,10 @@ class Principal:
     key: str  # empty without CURVE
     jobs: tuple[str, ...] = ("*",)  # `fnmatch` patterns of the jobs that it may join and see
     tenant: str = ""  # account of its memory and requests, which several keys may share; default: its name
-    read_only: bool = False
+    read_only: bool = False  # whether it may only see these jobs, not join them
 
     def may_access(self, job: str) -> bool:
-        """Whether it may join and see a job."""
+        """Whether it may see a job, and join it unless `read_only`."""
         return any(fnmatchcase(job, pattern) for pattern in self.jobs)
 
     def tenant_of(self, job: str) -> str:

@@ -38,7 +38,7 @@ def generate(folder: str | Path, clients: Sequence[str] = (), jobs: Sequence[str
     names = [keys.check_name(name) for name in dict.fromkeys(clients or (keys.DEFAULT_CLIENT,))]
     if bad := [pattern for pattern in jobs if not (pattern.isprintable() and pattern)]:
         raise ConfigurationError(f"jobs: expected patterns of printable letters, got {bad[0]!r:.80}")
-    rights = f"{keys.JOBS} = {json.dumps(list(jobs or ('*',)), ensure_ascii=False)}\n"  # as in TOML
+    rights = f"{keys.JOBS} = {json.dumps(list(jobs or ('*',)), ensure_ascii=False)}\n"  # JSON that is also TOML
     rights += to_toml(tenant=keys.check_name(tenant)) if tenant else ""
     places = folder, folder / keys.PUBLIC_FOLDER, folder / keys.SECRET_FOLDER
     try:
@@ -74,7 +74,7 @@ def _check_folder(folder: Path, what: str, *, may_be_shared: bool) -> None:
     """Raises ConfigurationError if another user could add files to a folder, or replace them.
 
     A shared folder may be writable for a group, or sticky, such as /tmp. A missing folder will be created private, so
-    only those above it count.
+    only the folders above it count.
     """
     there = folder.absolute()
     while not os.path.lexists(there):

@@ -1,7 +1,7 @@
 """Quota: limits on sizes, memory and times; each is an option, within the limits of the protocol (docs/protocol.md).
 
-The server answers excess with a `limit` Failure and counts it. Memory is accounted per tenant; without keys clients
-have no tenant, so it is accounted per job.
+The server answers a message beyond a limit with a `limit` Failure and counts it. Memory is accounted per tenant;
+without keys clients have no tenant, so it is accounted per job.
 """
 
 from dataclasses import Field, dataclass, field, fields
@@ -20,7 +20,7 @@ FUTURE_BYTES = 128  # of each member in a round: 94
 MEMBER_BYTES = 3072  # contributor, session record, liveness and reports: 2,500
 GROUP_BYTES = 8192  # without members: 6,500
 EXPECTED_BYTES = 96  # of an expected member after a server restart: a number in a set
-RUN_BYTES = 128  # of consecutive ranks in a result: two small tuples
+RUN_BYTES = 128  # of a run of consecutive ranks in a result: two small tuples
 
 
 def _option(default: float, reason: str, most: float | None = None, least: float = 1) -> Any:
@@ -34,7 +34,7 @@ class Quota:
     max_members: int = _option(limits.MAX_MEMBERS, "members of a group; each is answered in every round")
     max_groups: int = _option(limits.MAX_GROUPS, "groups of all jobs; each keeps some 0.2 MB")
     max_tenant_groups: int = _option(
-        256, "groups of one tenant; at most as many as are free on the server", limits.MAX_GROUPS
+        256, "groups of one tenant; it gets another only while it has fewer than the server has free", limits.MAX_GROUPS
     )
     max_server_bytes: int = _option(
         2**29,
@@ -109,7 +109,7 @@ class QuotaUsage:
             raise self.exceeded(text, most, "groups")
 
     def check_tenant_groups(self, tenant: str, its_groups: int, groups: int) -> None:
-        """Raise LimitExceeded if a tenant has too many groups, or as many as are free on the server."""
+        """Raise LimitExceeded if a tenant has its maximum of groups, or not fewer than are free on the server."""
         most = min(self.quota.max_tenant_groups, self.quota.max_groups - groups)
         if its_groups >= most:
             what = "groups of a tenant"
@@ -117,7 +117,7 @@ class QuotaUsage:
 
 
 class MemoryShare:
-    """The memory of one group, as a share of its tenant's and the server's."""
+    """The memory of one group, which counts toward the limits of its tenant and of the server."""
 
     def __init__(self, usage: QuotaUsage, tenant: str) -> None:
         self.allocated = 0  # bytes of the group

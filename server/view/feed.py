@@ -23,7 +23,7 @@ from statsd_bn.wire import decode
 # Pause between two reports, and time limit for all figures of one report, so that the status stays current.
 PERIOD_SECONDS = FIGURES_SECONDS = 1.0
 
-MAX_BYTES = 2**21  # of figures in a report: half of what the server sends a tenant per second
+MAX_BYTES = 2**21  # of figures in a report: half of the server's limit per tenant and second
 
 
 class Feed:

@@ -49,7 +49,7 @@ class Trend:
         self._since = None
 
     def time_of(self, step: int) -> float | None:
-        """About when a step was, in seconds since 1970; None if it is older than the history, or not yet in it."""
+        """Approximate time of a step, in seconds since 1970; None if it is before the history or not yet in it."""
         at = bisect_left(self._points, step, key=lambda point: point[4])
         if not 0 < at < len(self._points):
             return None
@@ -77,7 +77,7 @@ class LayerHistory:
         return len(self._samples)
 
     def add(self, now: float, figures: Mapping[str, Any], max_bytes: int) -> None:
-        """Add a group's figures, see `server.view.feed`; keep earlier ones of `SECONDS` and `max_bytes` at most."""
+        """Add a group's figures, see `server.view.feed`; keep at most `SECONDS` and `max_bytes` of earlier samples."""
         if self._samples and now - self._samples[-1][0] < self.interval - 0.5:
             return
         sample = np.array((figures["means"], figures["variances"]), "<f4")

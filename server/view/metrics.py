@@ -27,7 +27,7 @@ GAUGES = {
     "non_finite": ("", "The number of non-finite aggregates in the report: the first forward and the first backward."),
     "findings": ("", "The number of findings on data that still hold, plus 1 while a rank is slow."),
     "waiting_seconds": ("", "How long the oldest open round has been open."),
-    "broken": ("", "Whether the group is broken; also for ten minutes after its end unless a job of that name runs."),
+    "broken": ("", "Whether the group is broken; kept for ten minutes after its end unless a job of that name runs."),
     "severity": ("state", "The verdict: 0 healthy, 1 worth a look, 2 needs attention, 3 broken."),
     "first_non_finite_step": ("layer rank", "The step of the first NaN or infinity."),
     "finding_variance_ratio": (
@@ -48,7 +48,7 @@ HISTOGRAMS = {
     "round_trip_seconds": "How long rounds took, as all ranks saw them, from a contribution to its aggregate.",
 }
 
-# Gauges of ranks whose name differs from the field of a snapshot's member, with this field.
+# Gauge name to field name, for gauges that show a field of another name in a snapshot's members.
 FIELDS = {"rank_awaited": "share", "rank_round_trip_median_seconds": "median", "rank_round_trip_seconds": "p99"}
 
 
@@ -77,7 +77,7 @@ class Metrics:
         for group in groups:
             for name, labels, number in _samples(group):
                 families[name].add_metric((group["job"], group["group"], *labels), float(number))
-        # Broken groups stay visible: their ranks leave within a second. A group that is left out may still be running.
+        # Ended groups too: the ranks of a broken group leave within a second. A report may omit running groups.
         for group in () if snapshot.get("left_out") else known:
             if group["job"] not in running:
                 families["broken"].add_metric((group["job"], group["group"]), float(bool(group["lost"])))

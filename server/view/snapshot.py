@@ -139,11 +139,11 @@ def _finding_key(finding: Report) -> tuple[Any, ...]:
 MAX_EVENTS = 900  # one hour of one event every four seconds
 OVER_SECONDS, MAX_OVER = 600.0, 16  # ended groups are kept this long, at most this many
 MAX_TRENDS = 32  # groups with a trend: each takes 10 kB of a snapshot
-RESTART_SECONDS = 60.0  # this long after a server's restart its groups may return, and verdicts mention the restart
+RESTART_SECONDS = 60.0  # for this long after a server's restart, groups may return and verdicts mention the restart
 
 
 class _Rates:
-    """Rounds and steps per second, counted over `INTERVAL_SECONDS` as in a `Trend`; the first ones over less."""
+    """Rounds and steps per second, counted over `INTERVAL_SECONDS` as in a `Trend`; the first rates over less time."""
 
     def __init__(self) -> None:
         self.group: float | None = None
@@ -171,14 +171,14 @@ class _Watched:
         self.group: Report = group or {}  # as reported, with rates; an ended one has `over`
         self.seen: float | None = None  # time of the latest report with it
         self.is_returning = False  # a restarted server does not know it yet
-        self.restarted: float | None = None  # time of the server's restart since this record was made, if recent
+        self.restarted: float | None = None  # time of the server's restart, if recent and later than this record
         self.silence = 0.0  # seconds from the last answer before that restart to the first after it
         self.trend = Trend()
         self.layers = LayerHistory()
         self._rates = _Rates()
         self._was_compared = False  # a report named the slowest rank
-        # The rank that delays the others; the start of the first window that shows the delay, None in the group's first
-        # report; and whether no earlier report named a slowest rank.
+        # The rank that delays the others; the start of the first window that shows the delay, None if the
+        # group's first report shows it; and whether no earlier report named a slowest rank.
         self._slow: tuple[int, float | None, bool] | None = None
         self.members: dict[int, Report] = {}  # of the latest report before the group broke
         # What its verdict is about, since when, and the time of the verdict's step.
@@ -187,7 +187,7 @@ class _Watched:
     def report(self, now: float, group: Report) -> None:
         """Record the group's entry of a report, and add rates to it."""
         if self.is_returning:
-            self._rates = _Rates()  # none spans the restart of the server
+            self._rates = _Rates()  # no rate spans the restart of the server
             self.trend.interrupt()
         rates = self._rates
         rates.update(now, group)
@@ -218,7 +218,7 @@ class _Watched:
             there = {member["member"]: member for member in group["members"]}
             group["members"] = [member for _, member in sorted((gone | there).items())]
             if not is_finishing(group):
-                # In a strict group all ranks reach the step of the one that broke it.
+                # In a strict group all ranks reach the step of the rank that broke it.
                 last = by["step"] if (by := group.get("lost_by")) and not group["min_members"] else 0
                 ends = ({**one, "step": max(one["step"], last), "steps_per_second": None} for one in group["members"])
                 group["members"] = list(ends)
@@ -249,7 +249,7 @@ class _Watched:
         """When a verdict was first true, None if before the first report; and the time of its step if known."""
         about = verdict.state, verdict.rank, verdict.step
         seen, since, step_time = self._told or (None, None, None)
-        # Times that come from a duration vary with each report.
+        # Some verdicts compute `since` as `now` minus a duration, so it varies slightly with each report.
         if seen != about or (verdict.since and abs(verdict.since - (since or 0.0)) > 1):
             since, step_time = None if is_first else now - verdict.lag, None
             since = since if verdict.since is None else verdict.since
@@ -316,8 +316,8 @@ class SnapshotBuilder:
     def history(self, job: str, group: str, layer: str) -> dict[str, Any] | None:
         """Mean and variance of a layer by rank over the last ten minutes; None if unknown.
 
-        `seconds` since 1970 of each sample, `ranks` as in `heat`, and `means` and `variances`: little-endian float32 in
-        base64, of shape (samples, members).
+        `seconds` since 1970 of each sample, `ranks` (see `ranks_of`), and `means` and `variances`: little-endian
+        float32 in base64, of shape (samples, members).
         """
         watched = self._watched.get((job, group))
         found = watched.layers.of_layer(layer) if watched else None
@@ -432,7 +432,7 @@ def _ratios(variances: NDArray[Any]) -> NDArray[Any]:
     order = np.argsort(variances, axis=1)
     by_size = np.take_along_axis(variances, order, 1)
     places = np.argsort(order, axis=1)
-    # Positions of the others' median. Without a member, later members move down by one.
+    # Positions of the others' median, counted without the member: positions in `by_size` from its own on are 1 higher.
     low, high = ((members - 2) // 2, (members - 1) // 2)
     others = sum(np.take_along_axis(by_size, at + (places <= at), 1) for at in (low, high)) / 2
     return variances / np.maximum(others, np.finfo(np.float32).tiny)

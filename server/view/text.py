@@ -21,7 +21,7 @@ COUNTS = {
     "dropped_answers": "answers dropped",
 }
 
-WAIT_SECONDS = 0.5  # shorter waits are normal, because ranks arrive at different times, and are not printed
+WAIT_SECONDS = 0.5  # shorter waits are not printed: they are normal, because ranks arrive at different times
 
 # Columns of a rank, with their widths; the rank's process and activity follow, wrapped.
 COLUMNS = {"rank": 6, "step": 9, "steps/s": 9, "median": 8, "p99": 8, "awaited": 9}

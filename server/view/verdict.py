@@ -21,7 +21,7 @@ Group = Mapping[str, Any]
 
 FINE, NOTICE, ATTENTION, BROKEN = range(4)  # severities; a notice is worth a look
 
-# The time after which a round fails, which the ranks set.
+# Text for the time after which a round fails; the ranks set this time.
 ROUND_TIMEOUT = "their round_timeout, 600 s by default"
 
 # A wait is unusual after the longer of WAIT_SECONDS and twice the p99 delay of last ranks, or after LONG_SECONDS.
@@ -41,8 +41,8 @@ class Verdict:
     severity: int
     text: str  # one sentence; its start up to ": " or "; " can stand alone
     since: float | None = None  # seconds since 1970
-    step: int | None = None  # the first with the problem; for a slow rank the step at which it was noticed
-    rank: int | None = None  # the one concerned
+    step: int | None = None  # the first step with the problem; for a slow rank the step at which it was noticed
+    rank: int | None = None  # the rank concerned, if there is only one
     advice: str = ""  # what to do, as a short sentence
     flags: Mapping[int, str] = field(default_factory=dict)  # a word for each rank concerned
     card: tuple[str, ...] = ()  # the name of the card that it replaces, with value and note
@@ -66,7 +66,7 @@ def verdicts(group: Group, now: float, restarted: float | None = None) -> list[V
 
 
 def of_server(error: str, answered: float) -> Verdict:
-    """The verdict on a server without groups, or on all groups of one that does not answer."""
+    """The verdict on a server without groups, or on all groups of a server that does not answer."""
     if not error:
         return Verdict("forming", NOTICE, "No job yet: it appears here once its ranks connect")
     reason, _, rest = error.partition("; ")
@@ -126,7 +126,7 @@ def _breaks(group: Group) -> Iterator[Verdict]:
 
 
 def is_broken(group: Group) -> bool:
-    """Whether the group does no more rounds, though members may still be here."""
+    """Whether the group broke before its members had finished; some may still be here."""
     return bool(group["lost"]) and not is_finishing(group)
 
 
@@ -270,7 +270,7 @@ def _differing(group: Group) -> Iterator[Verdict]:
         rank, text = finding["rank"], describe_finding(finding)
         flag, does, advice = "differs", "differs", f"Check how rank {rank} loads and scales its inputs."
         if "other" in finding:
-            flag, does, advice = "same", "has a copy", "Check that they do not read one shard or use one seed."
+            flag, does, advice = "same", "has a copy", "Check that they do not use the same shard or seed."
         advice += (
             f" If that is wrong, stop, and go back to a checkpoint before step {finding.get('since', finding['step'])}."
         )
@@ -315,7 +315,7 @@ def doing(group: Group, member: Mapping[str, Any]) -> str:
         time, at = duration(round_["seconds"]), place_of(round_)
         if rank in round_["missing"]:
             return f"the others wait {time} for it in {at}" + (f"; it {where}" if where else "")
-        # With an incomplete list of missing members the waiting ones are unknown.
+        # With an incomplete list of missing members it is unknown which members wait.
         if not round_.get("missing_left_out"):
             return f"waits {time} in {at}"
     return where or "takes part"

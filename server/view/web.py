@@ -70,7 +70,7 @@ class Guard:
 
         try:
             await (self._refusal(Request(scope)) or self._app)(scope, receive, send_with_headers)
-        except Exception as error:  # noqa: BLE001 - the client has got status 500; uncaught, uvicorn would log a traceback
+        except Exception as error:  # noqa: BLE001 - the client has got status 500; else uvicorn would log a traceback
             logger.error("view: %s failed: %s", log_line(scope["path"]), log_line(repr(error)))  # noqa: TRY400
 
     def _refusal(self, request: Request) -> Response | None:

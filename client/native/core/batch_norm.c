@@ -1,5 +1,5 @@
-/* Batch norm of a slice: the choice of the kernel, the split into parts, and the statistics. All values that ranks must
- * share to the bit are computed here without contraction, in the order of the formulas in numpy and torch. */
+/* Batch norm of a slice: the choice of the kernel, the split into parts, and the statistics. All values that must be
+ * bit-identical on all ranks are computed here without contraction, in the order of the formulas in numpy and torch. */
 #define _GNU_SOURCE
 #include "internal.h"
 #include <errno.h>
@@ -33,7 +33,7 @@ static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 typedef struct {
   int64_t n0, n1, c0, c1;
 } part;
-/* sums: vectors are the means, out 2c doubles. affine: vectors as set_at writes them, out like x. dy may be NULL. */
+/* dy may be NULL. sums: vectors has the means, out has 2c doubles. affine: set_at wrote vectors; out is like x. */
 typedef void (*kernel)(const sbn_plan *, part, const void *dy, const void *x, const void *vectors, void *out);
 typedef struct {
   kernel sums, affine;
@@ -62,7 +62,7 @@ INLINE double finite_or_0(double v) { return v - v == 0 ? v : 0; }
 #include "level.inc"
 static const kernels *const LEVELS[] = {kernels_0, kernels_1};
 #else
-static const kernels *const LEVELS[] = {kernels_0}; /* aarch64 has NEON */
+static const kernels *const LEVELS[] = {kernels_0}; /* includes NEON on aarch64 */
 #endif
 
 static int best, level;
@@ -100,10 +100,10 @@ enum { LARGE = 1 << 17 };
 static int64_t size_of(const sbn_plan *p) { return p->n * p->c * p->l; }
 static int64_t parts_of(int64_t number, int64_t each) { return (number + each - 1) / each; }
 
-/* Planes with many channels are split by channels, so that no partial sums are needed; all others by samples. */
+/* Planes with many channels or one sample are split by channels, without partial sums; other slices by samples. */
 static int is_by_channels(const sbn_plan *p) { return !p->is_rows && (p->c >= FEW_CHANNELS || p->n == 1); }
 
-/* A kernel over a slice, split into parts of `size` channels, samples or rows; `stride` doubles between their outputs. */
+/* A kernel over a slice, in parts of `size` channels, samples or rows; their outputs are `stride` doubles apart. */
 typedef struct {
   kernel run;
   const sbn_plan *plan;
@@ -179,8 +179,8 @@ static void use_huge_pages(const sbn_plan *p, void *y) {
 #endif
 }
 
-/* The vectors of an affine map, in the compute type: high, factor, addend, by_grad. They are allocated before the round:
- * a failure after it would leave the ranks out of step. */
+/* The vectors of an affine map, in the compute type: high, factor, addend, by_grad. They are allocated before the
+ * round: a failure after it would leave the ranks out of step. */
 static void *new_vectors(const sbn_plan *p) { return malloc(4 * (size_t)p->c * sizeof(double)); }
 
 /* Sets the map (x - mean) * factor + addend; in float as (x - high) * factor + rest, where high is the rounded mean:

@@ -18,8 +18,8 @@ INLINE void relax(void) {
 
 typedef void (*sbn_work)(const void *job, int64_t part);
 
-/* Runs work(job, 0) to work(job, parts - 1), in any order, in the caller and up to threads - 1 helpers; returns when all
- * are done. The helpers serve one caller at a time; a concurrent caller does not wait for them but works alone. */
+/* Runs work(job, 0) to work(job, parts - 1), in any order, in the caller and up to threads - 1 helpers; returns when
+ * all are done. The helpers serve one caller at a time; a concurrent caller does not wait for them but works alone. */
 void sbn_share(int threads, int64_t parts, sbn_work work, const void *job);
 
 /* The storage types, and the types in which the affine map of a slice is computed. */
@@ -59,7 +59,7 @@ INLINE float from_f16(f16 v) {
 INLINE f16 to_f16(float v) { /* to nearest even; NaN stays NaN */
   uint32_t u = bits_of(v), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff, shifted = magnitude - (112u << 23);
   uint32_t normal = (shifted + 0xfff + ((shifted >> 13) & 1)) >> 13;
-  /* the last bit of 0.5f is that of the smallest float16, so the addition rounds */
+  /* the last bit of 0.5f has the value of the smallest float16, so the addition rounds */
   uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
   uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;
   uint32_t infinite = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;

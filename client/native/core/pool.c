@@ -1,5 +1,5 @@
-/* A pool of threads that sleep until there is work. The caller never waits for a helper to wake up: it runs parts itself,
- * closes the work, and waits only for helpers that have started a part. */
+/* A pool of threads that sleep until there is work. The caller never waits for a helper to wake up: it runs parts
+ * itself, closes the work, and waits only for helpers that have started a part. */
 #define _GNU_SOURCE
 #include "internal.h"
 #include <pthread.h>
@@ -12,7 +12,7 @@ static struct {
   pthread_mutex_t in_use; /* held by the caller that has the helpers */
   pthread_mutex_t lock;   /* of all fields below; next and active are atomic and also used without it */
   pthread_cond_t is_open, is_left;
-  sbn_work work; /* it, job and parts stay the same while a helper is active */
+  sbn_work work; /* work, job and parts stay the same while a helper is active */
   const void *job;
   int64_t parts;
   int places; /* for further helpers; 0 while there is no work */

@@ -22,8 +22,8 @@
 #include <unistd.h>
 #endif
 
-/* Members never write to the same cache line. A slot holds one row of two vectors of 16,000 channels, or smaller rows;
- * untouched pages use no memory. */
+/* Apart from the futex, members never write to the same cache line. A slot holds one row of two vectors of 16,000
+ * channels, or several smaller rows; untouched pages use no memory. */
 enum { LINE = 64, SLOT = 1 << 18, POLLS = 16 };
 
 typedef struct {
@@ -136,7 +136,7 @@ static int wait_for_all(const sbn_group *g, int64_t ns) {
 }
 
 static int is_finite(const double *values, int64_t size) {
-  /* NaN and infinity have all exponent bits set, so that adding one to the exponent carries into the sign bit. */
+  /* NaN and infinity have all exponent bits set, so adding one to the exponent carries into the sign bit. */
   uint64_t found = 0;
   for (int64_t k = 0; k < size; k++) {
     uint64_t bits;

@@ -24,16 +24,16 @@ from statsd_bn.round_key import BACKWARD, RoundKey
 
 logger = logging.getLogger("statsd_bn.client")
 
-# Older versions pass numbers to kernels as float32, whatever their annotation.
+# Older versions of Triton pass numbers to kernels as float32, whatever the annotation of the argument.
 OLDEST = (3, 4)
 
 TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
-# Values per tile; number of programs that fill a large GPU; maximum number of programs in a launch. One program adds at
-# most MAX_STEPS tiles in float32, or more where a launch would otherwise exceed MAX_PROGRAMS.
+# A tile has at most TILE values. PROGRAMS programs fill a large GPU. A grid's second axis has at most MAX_PROGRAMS.
+# One program adds at most MAX_STEPS tiles in float32, or more where the splits would otherwise exceed MAX_PROGRAMS.
 TILE, PROGRAMS, MAX_PROGRAMS, MAX_STEPS = 4096, 1056, 65535, 64
 
-# Channels per program of kernels over vectors, and partial sums that they add at a time.
+# In kernels over vectors a program has BLOCK channels; `write_row` adds the sums of SPLITS_AT_ONCE splits at a time.
 BLOCK, SPLITS_AT_ONCE = 128, 16
 
 # Triton compiles separate variants of a kernel for addresses and numbers divisible by this.
@@ -101,7 +101,7 @@ def _launch(tiling: Tiling, variant: tuple[Any, ...], grid: tuple[int, int, int]
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Make the input's device the current one, where kernels are launched."""
+    """Make the input's device the current device: Triton launches kernels there."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
@@ -111,7 +111,7 @@ class Pass:
     """One pass, with its buffers. A backward pass also reads `forward`, the buffer of its forward pass.
 
     Its round has `ranks` rows; `gathers`: whether other ranks send some of them. Inputs are dense. A backward pass may
-    have its input in another layout than the forward pass, but its gradient has the layout of its input.
+    get the input in another layout than the forward pass did, and gets the output's gradient in the input's layout.
     """
 
     __slots__ = ("_forward", "blocks", "count", "digest", "flags", "gathers", "ranks", "row", "rows", "tiling", "work")
@@ -177,7 +177,7 @@ class Pass:
     def _finish(
         self, name: str, work: tuple[Tensor, ...], vectors: Sequence[Tensor | None], *numbers: float, option: bool
     ) -> None:
-        """Compute what follows from all rows, by one program for each block of channels."""
+        """Launch one of the `finish` kernels, with one program for each block of channels."""
         tiling, types = self.tiling, (None if each is None else each.dtype for each in vectors)
         variant = name, self.work.device, *types, self.ranks, self.gathers, option
         _launch(
@@ -205,7 +205,7 @@ def _contiguous(vector: Tensor | None) -> Tensor | None:
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile and run all kernels for inputs of a type; raise where Triton cannot do that on a device."""
+    """Compile and run all kernels for inputs of a type on a device; raise the error if that fails."""
     x = torch.zeros(TILE, 7, dtype=dtype, device=device)  # several splits
     weight, mean, var, gradient = (torch.ones(7, device=device) for _ in range(4))
     running = Running(mean, var, torch.zeros((), dtype=torch.int64, device=device), 0.1)
@@ -270,7 +270,7 @@ class TritonExchange(PlainExchange):
                 async_checks.poll(x.device)
                 key = device_rows.run_row(self.transport, partial(first.write_row, None, x), phase=self.phase)
                 wait = non_finite.raises(self.transport, key)
-                # A round that may raise updates nothing here; a cumulative average is updated by the layer.
+                # The layer, not the kernel, updates the statistics if the round may raise or the average is cumulative.
                 running = None if wait or (self.running and isnan(self.running.momentum)) else self.running
                 first.finish(weight, bias, running or Running(), self.eps, clamp=self.eps_mode == "clamp")
                 self.has_updated_running = running is not None
@@ -318,7 +318,7 @@ class TritonExchange(PlainExchange):
             write, key = partial(backward.write_row, grad, x), None
             if needs_input:
                 key = device_rows.run_row(self.transport, write, self.next_key(BACKWARD))
-            else:  # parameters keep their local sums, as under DDP
+            else:  # the parameters' gradients are local sums, as under DDP
                 write(0)
             of_weight = torch.empty_like(weight) if needs_weight and weight is not None else None
             of_bias = torch.empty(x.shape[1], dtype=torch.float32, device=x.device) if needs_bias else None

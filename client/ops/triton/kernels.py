@@ -1,30 +1,30 @@
 """The kernels, in Triton's language.
 
-An input is read as a contiguous (N, C, S): a contiguous (N, C, H, W) has S = H * W, and one in channels_last memory is
-(N * H * W, C, 1). So both layouts share all kernels.
+An input is read as a contiguous (N, C, S). An (N, C, H, W) input has S = H * W if it is contiguous; in channels_last
+memory it is read as (N * H * W, C, 1). So both layouts share all kernels.
 
-Vectors of length C are float64. A pass has one buffer that is saved and one for its round; `Pass` allocates both:
+All buffers are float64. A pass has its own buffer and a buffer for its round, with these parts in order:
 
     forward   count, mean, invstd, slope, center, scale, shift, row
     backward  by_centred, constant, by_gradient, row
     round     rows of all ranks, flags
 
-A row is sent to the other ranks: the round's digest, as the bits of a float64, the count, and two vectors: Σx and Σx²
-forward, Σdy and Σdy·(x - mean) backward. `center`, `scale` and `shift` hold float32 numbers: forward, y = (x - center)
-* scale + shift; backward, dx = by_gradient * dy + by_centred * (x - center) + constant.
+A row, which is sent to the other ranks, has the round's digest (as the bits of a float64), the count, and two vectors:
+Σx and Σx² forward, Σdy and Σdy·(x - mean) backward. `center`, `scale`, `shift` and the three vectors of a backward pass
+are rounded to float32: y = (x - center) * scale + shift, dx = by_gradient * dy + by_centred * (x - center) + constant.
 
 `finish` and `finish_backward` compute all values that must be bit-identical on all ranks, including ranks with torch's
-operators. They add in rank order and keep the order of operations of `client.ops.statistics`, without reductions across
-threads or fused multiply-adds (see `OPTIONS`).
+operators. They add in rank order, not across threads, and keep the order of operations of `client.ops.statistics`;
+`OPTIONS` keeps Triton from fusing multiplications and additions.
 """
 
 import triton
 import triton.language as tl
 
-# For every launch. Triton 3.6 contracts a * b + c by default, 3.9 only on request.
+# Options of every launch. Triton 3.6 fuses a * b + c by default, Triton 3.9 only on request.
 OPTIONS = {"enable_fp_fusion": False}
 
-# Arguments that Triton must not specialize on, or a smaller last batch would be compiled anew.
+# Arguments that Triton must not specialize on: otherwise it would compile the kernels again for a smaller last batch.
 COUNTS = ["N", "steps", "splits", "ranks"]
 
 
@@ -72,7 +72,7 @@ def _store(pointers, values, mask):
 
 @triton.jit
 def _write_row(row, forward, digest, count, channels, there, C, center, first, second):
-    """Write the row of a round from the sums about a center; a backward round has the center of `forward`."""
+    """Write the row of a round from the sums about `center`, which is the center of `forward` in a backward round."""
     if forward is None:
         at_least_one = tl.where(count > 0, count, 1.0)
         mean = center + first / at_least_one
@@ -99,8 +99,8 @@ def sums(dy, x, forward, partial, row, N, C, S, steps, digest: tl.int64, count: 
     √(n / m) standard deviations of the mean for all inputs; so float32 is enough at any mean.
 
     `partial`, shape (1 + 2 * splits, C), receives K, then both sums of each split. `WRITES_ROW`: there is one split, so
-    this kernel writes the row itself, and `partial` is unused. A CUDA graph replays the `digest` of its capture, on all
-    ranks.
+    this kernel writes the row itself, and `partial` is unused. A CUDA graph replays the `digest` of its capture; all
+    ranks replay the same one.
     """
     split = tl.program_id(1)
     channels, there = _channels(tl.program_id(0), C, BLOCK_C)
@@ -195,8 +195,8 @@ def finish(work, rows, weight, bias, running_mean, running_var, tracked, C, rank
     """Compute the statistics from all rows, and update the running statistics.
 
     A failed round gives NaN and updates no running statistics. An empty batch only increments `tracked`.
-    The flags follow `rows`, see `client.ops.device_errors`: one per row and block of channels, so that none needs to be
-    set to 0 first; then one per block for too few values.
+    The flags follow `rows`, see `client.ops.device_errors`: one per row and block of channels, then one per block for
+    too few values. Each program writes all flags of its block, so they need not be set to 0 first.
     """
     block = tl.program_id(0)
     channels, there = _channels(block, C, BLOCK)
@@ -220,7 +220,7 @@ def finish(work, rows, weight, bias, running_mean, running_var, tracked, C, rank
     tl.store(work + 1 + channels, mean, mask=there)
     tl.store(work + 1 + C + channels, invstd, mask=there)
     tl.store(work + 1 + 2 * C + channels, slope, mask=there)
-    # float32 rounds the mean to 2^-24 of itself; `shift` corrects the rounding error.
+    # In float32 the mean has a relative error of up to 2^-24; `shift` corrects it.
     center = mean.to(tl.float32).to(tl.float64)
     scale, shift = invstd, (center - mean) * invstd
     if weight is not None:
@@ -245,7 +245,7 @@ def finish_backward(forward, work, rows, weight, weight_gradient, bias_gradient,
                     HAS_ROUND: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Compute the factors of the input's gradient from all rows, and this rank's gradients of weight and bias.
 
-    `HAS_ROUND`: whether the input needs a gradient, and so the rows of all ranks.
+    `HAS_ROUND`: whether the input needs a gradient, which depends on the rows of all ranks.
     """
     block = tl.program_id(0)
     channels, there = _channels(block, C, BLOCK)
@@ -275,9 +275,9 @@ def finish_backward(forward, work, rows, weight, weight_gradient, bias_gradient,
 
 @triton.jit(do_not_specialize=COUNTS)
 def affine(dy, x, y, forward, work, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Write one tile and block of channels of the output; given `dy`, of the input's gradient.
+    """Write one tile of one block of channels: of the output, or, given `dy`, of the input's gradient.
 
-    The output has the type and layout of x. `work` is the pass's buffer; in a forward pass `forward` is the same one.
+    `y` has the type and layout of `x`. `work` is the pass's buffer; in a forward pass `forward` is the same buffer.
     """
     channels, there = _channels(tl.program_id(1), C, BLOCK_C)
     vectors = work

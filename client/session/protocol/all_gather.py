@@ -1,7 +1,7 @@
 """All-gather of bytes, as float64 values. The server concatenates them in rounds of limited size.
 
-In the first round each member announces its number of bytes and sends the first of them. The rest follows in further
-rounds; all members compute the same sizes for them.
+In the first round each member announces its number of bytes, and sends its first bytes. The rest follows in further
+rounds; from the announced numbers all members compute how many values each member sends in a round.
 """
 
 from collections.abc import Callable

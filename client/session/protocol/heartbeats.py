@@ -21,7 +21,7 @@ class HeartbeatScheduler:
     """The heartbeats of one process over one connection."""
 
     def __init__(self) -> None:
-        # By token: the transport in the latest heartbeat that was sent over this connection, and in the next one.
+        # By token: the transport in the latest heartbeat that was sent over this connection, and in the one being sent.
         self._announced: dict[bytes, str] = {}
         self._announcing: dict[bytes, str] = {}
         self._resent: set[bytes] = set()
@@ -41,7 +41,7 @@ class HeartbeatScheduler:
         return limits.HEARTBEAT_SECONDS - (now - last)
 
     def sessions_due(self, now: float, sessions: Iterable[Session]) -> list[Session]:
-        """Sessions that must send a heartbeat now; one that fails to send waits for its next time."""
+        """Sessions that must send a heartbeat now; a heartbeat that cannot be sent is not repeated at once."""
         due = [
             session
             for session in _registered(sessions)
@@ -65,7 +65,7 @@ class HeartbeatScheduler:
         self._announced[session.member_token] = self._announcing[session.member_token]
 
     def outage_warning(self, now: float, sessions: Iterable[Session], *, is_connected: bool) -> str:
-        """Warning for ranks that bypass the server in an outage; once per outage, otherwise empty."""
+        """Warning during an outage, for ranks that bypass the server; once per outage, otherwise empty."""
         if is_connected:
             self._away_since = None
             return ""
@@ -109,7 +109,7 @@ class HeartbeatScheduler:
 
     def on_unsolicited(self, frame: bytes, sessions: Iterable[Session]) -> list[bytes]:
         """Replies to a frame that arrived over this connection."""
-        # They register a member with a restarted server even between two rounds, or other members would wait for it.
+        # The replies register a member with a restarted server even between two rounds: other members may wait for it.
         replies = []
         for session in _registered(sessions):
             if mine := session.on_unsolicited(frame):

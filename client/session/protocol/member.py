@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from statsd_bn.skew_samples import SkewSampler
 
 DEFAULT_ROUND_TIMEOUT = 600.0
-DEFAULT_ABORT_AFTER = 10.0  # how long a torch collective may block the main thread after the job has broken
+DEFAULT_ABORT_AFTER = 10.0  # seconds that a torch collective may block the main thread after the job has broken
 
 # Policies for a lost member: the others fail with an error that names it, or continue without it.
 STRICT, ELASTIC = "strict", "elastic"

@@ -52,7 +52,7 @@ class Registration:
         self._timeout = timeout
         self._next_warning = WARN_SECONDS
         self._is_asking = False
-        self._expiry: float | None = None  # of the answer; set by the next request
+        self._expiry: float | None = None  # of the answer; None: the next request sets it
 
     def begin(self, now: float) -> Actions[Registered]:
         """Send the first request."""

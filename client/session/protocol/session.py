@@ -49,7 +49,7 @@ class LastRoundDone:
         self.frame = b""  # empty once an aggregate has answered a later frame
 
     def acknowledge(self, frame: bytes) -> None:
-        """Clear the frame, since an aggregate has answered a later one; unless another thread has replaced it."""
+        """Clear the frame, unless another thread has replaced it: an aggregate has answered a later frame."""
         if self.frame == frame:
             self.frame = b""
 
@@ -132,7 +132,7 @@ class Session:
 
     def resync_frames(self) -> list[bytes]:
         """Frames that register the member with a restarted server and send it the latest aggregates."""
-        # Another member may still wait for an answer that this one has and that was lost with the old server. These
+        # Another member may still wait for an aggregate that only this member received from the old server. The latest
         # aggregates suffice: no member is further behind, since no round ends without all contributions.
         # Encode Register first: the server waits for the number of results in it, and other threads may add results.
         frames = [self.register()]
@@ -189,7 +189,7 @@ class Session:
         message = self._read(frame, None)
         if not self._is_registered(message):
             return None
-        # The answer to a rejoin raises `first_step`, which ends REJOINING; any other belongs to an earlier request.
+        # The answer to a rejoin increases `first_step`, which ends REJOINING; any other answers an earlier request.
         is_stale = self.participation is Participation.REJOINING and not message.missing
         return None if is_stale else message
 
@@ -252,7 +252,7 @@ class Session:
         return error if isinstance(error, RoundFailed) and error.fields.get("job") == self.member.job else None
 
     def _is_registered(self, message: Message | None) -> TypeGuard[Registered]:
-        """Whether a message answers this session's registration; if so, update the session by it."""
+        """Whether a message answers this session's registration; if so, update the session from it."""
         if not isinstance(message, Registered) or message.digest != self._digest:
             return False
         self._server = message.server

@@ -31,8 +31,8 @@ class Chart {
     first("#time .charts").append(this.node);
   }
 
-  // Lines have values, perhaps a kind (area or odd) and perhaps a label at their end; `format` prints a value with its
-  // unit, `describe` the values at a moment.
+  // Lines have values, perhaps a kind (area or odd) and perhaps a label at their end; `format` returns a value with
+  // its unit as text, and `describe` the text of all lines' values at an index.
   draw({ title, seconds, lines, format, describe, low, high, from, to, marks, when = clock }) {
     const { pen, width } = sized(this.canvas, HEIGHT);
     const { mark, hot, line, ink, soft, wash } = colours("mark", "hot", "line", "ink", "soft", "wash");
@@ -53,7 +53,7 @@ class Chart {
       pen.lineWidth = kind === "odd" ? 2.5 : 1.3;
       stroke(pen, points);
       pen.fillStyle = pen.strokeStyle;
-      if (points.length === 1) pen.fillRect(points[0][0], points[0][1] - 1.5, 6, 3); // a line would be invisible
+      if (points.length === 1) pen.fillRect(points[0][0], points[0][1] - 1.5, 6, 3); // one point makes no visible line
     }
     pen.lineWidth = 1;
     pen.strokeStyle = soft;

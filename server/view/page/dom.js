@@ -154,7 +154,7 @@ export class Source {
       const found = answer.status === 200 ? await answer.json() : null;
       return key === this.key ? found : null;
     } catch {
-      return null; // the page says that the view does not answer when the stream of snapshots breaks
+      return null; // when the stream of snapshots breaks, the page says that the view does not answer
     } finally {
       if (key === this.key) this.rests = begun + 10 * (performance.now() - begun);
     }

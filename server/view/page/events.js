@@ -9,7 +9,7 @@ const ICONS = {
 
 let all = false;
 
-// Draws the events of all jobs and of the server; an event of a group that is not shown begins with its name.
+// Draws the events of all jobs and of the server; an event of a group that is not shown begins with the group's name.
 export function drawEvents(snapshot, group) {
   const events = snapshot.events.toReversed();
   const today = day(snapshot.time);

@@ -46,7 +46,7 @@ function decoded(answer) {
   return { ...answer, ...arrays, columns, usual };
 }
 
-// The layer that the panels show: the chosen one, else that of a problem, else that with most variance between ranks.
+// The shown layer: the chosen layer, else the layer of a problem, else the layer with most variance between ranks.
 export function shownLayer() {
   const { figures, group, layer } = shown;
   if (!figures) return null;
@@ -243,7 +243,7 @@ function inWords(at, rank) {
   return `its latest finite values (first ${what} at step ${first.step}): ${text}`;
 }
 
-// A rank's part, variance and shift in a layer; where it has a finding they are those of the banner.
+// A rank's part, variance and shift in a layer; if the rank has a finding in this layer, the banner's numbers.
 function numbers(at, column) {
   const { figures, group } = shown;
   const found = skews(group).get(figures.ranks[column]);

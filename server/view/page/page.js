@@ -26,7 +26,7 @@ const keyOf = (group) => JSON.stringify([group.job, group.group]);
 // Most jobs have one group.
 const nameOf = (group) => (group.group === "world" ? group.job : `${group.job}, ${group.group}`);
 
-// The headline without durations, which tick: so a screen reader reads it once.
+// The headline without durations: they change each second, and a screen reader would read each change.
 const brief = (verdict) => headline(verdict).replace(/ (for )?[\d.]+\s(ms|s|min|h)( ago)?\b/g, "");
 
 // An endpoint without its folder.
@@ -174,7 +174,7 @@ function draw() {
     byId("server").title = snapshot.endpoint;
     drawEvents(snapshot, group);
     if (!group) return;
-    byId("ranks").hidden = !group.members.length; // of a job that has ended before this view started
+    byId("ranks").hidden = !group.members.length; // a job that ended before this view started has no ranks
     byId("layers").hidden = Boolean(group.over) && !group.has_figures;
     drawCards(group);
     drawRanks(group);

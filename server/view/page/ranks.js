@@ -1,4 +1,4 @@
-// The table of ranks. Above 16 ranks those with a flag come first, and a button shows the others.
+// The table of ranks. With more than 16 ranks, ranks with a flag come first, and a button shows the others.
 
 import { LEVELS, byId, duration, el, first, known, percent, render, two, whole } from "./dom.js";
 
