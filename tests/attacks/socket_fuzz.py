@@ -123,7 +123,7 @@ def _parts(fuzz: Fuzz, peers: Peers, pool: list[list[bytes]], chance: random.Ran
 def _lives(fuzz: Fuzz, peers: Peers, pool: list[list[bytes]], chance: random.Random) -> Iterator[None]:
     there: dict[zmq.Socket[bytes], bytes] = {}
     for _ in range(CONNECTIONS):
-        # The server may close a connection with a key that claims a routing id.
+        # Only some connections set a routing id: the server may close one that does and has a key.
         name = b"".join(identities(chance, fuzz.tally.lives)[:1]) if chance.random() < CLAIMS else b""
         there[peers.open(name).socket] = fuzz.mark()
     bursts = [chance.choice(pool) for _ in there]

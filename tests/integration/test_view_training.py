@@ -113,7 +113,7 @@ class Training:
 
     def shows(self, pattern):
         """Waits until the banner matches a pattern, at most two seconds after the server knew the state."""
-        banner = lambda: text(self.driver, "#banner")  # noqa: E731 - it is said twice
+        banner = lambda: text(self.driver, "#banner")  # noqa: E731 - used twice
         wait_until(self.driver, lambda: re.search(pattern, banner()), f"no {pattern!r} in {banner()!r}")
 
 

@@ -1,4 +1,4 @@
-"""Finished errors as they reach a user: each scenario breaks one rule, and its error is printed whole."""
+"""Complete errors as they reach a user: each scenario breaks one rule, and its error is printed in full."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -28,7 +28,7 @@ def test_the_offers_are_combined_once_in_replica_order():
     assert calls == [["offer 0", "offer 1", "offer 2"]]
 
 
-def test_replicas_at_different_layers_get_an_error_without_a_deadline():
+def test_replicas_at_different_layers_get_an_error_before_the_deadline():
     barrier = Barrier(2, 3600.0)
 
     def meet(replica, place):
@@ -76,7 +76,7 @@ def test_a_replica_after_a_failed_sibling_does_not_wait():
             barrier.wait(replica, "bn", None, double_all)
 
 
-def test_the_deadline_covers_siblings_only():
+def test_the_deadline_covers_the_wait_for_siblings_and_not_the_combining():
     barrier = Barrier(2, 0.05)
     late = threading.Event()
 
