@@ -16,7 +16,7 @@ STOP_SECONDS = 10.0
 # The server imports no torch and listens within a second; a loaded machine may take longer.
 START_SECONDS = 60.0
 
-# Wait for the next line of output, before the processes are checked again.
+# Time for the next line of output before the processes are checked again.
 POLL_SECONDS = 0.05
 
 
@@ -99,7 +99,7 @@ class Child:
 
 @contextmanager
 def running_server() -> Iterator[tuple[Child, str]]:
-    """Runs `python -m server` in a temporary folder; yields the process and its endpoint.
+    """Runs `python -m server` with its socket in a temporary folder; yields the process and its endpoint.
 
     Raises:
         ChildFailed: the server did not start, or did not stop with exit code 0.

@@ -109,10 +109,10 @@ class Training:
                 if holds(ask(self.endpoint)):
                     return
             time.sleep(0.02)
-        pytest.fail("the server never came to know it")
+        pytest.fail(f"no report of the server met the condition within {seconds} s")
 
     def shows(self, pattern):
-        """Waits until the banner matches a pattern, at most two seconds after the server knew the state."""
+        """Waits until the banner matches a pattern, for two seconds at most; call it after `knows`."""
         banner = lambda: text(self.driver, "#banner")  # noqa: E731 - used twice
         wait_until(self.driver, lambda: re.search(pattern, banner()), f"no {pattern!r} in {banner()!r}")
 

@@ -76,7 +76,7 @@ def test_a_callback_that_fails_is_the_error_of_the_pass():
         client.DataParallelWithCallback(Wrong(), REPLICAS)(torch.ones(3, 1))
 
 
-def test_some_replicas_may_have_their_own_master():
+def test_only_some_of_the_replicas_may_exchange():
     class First(Total):
         def __data_parallel_replicate__(self, ctx, copy_id):
             self.is_in = copy_id < 2
