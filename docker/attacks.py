@@ -1,4 +1,4 @@
-"""Attacks that once ended the server of the image, or its members; each must fail now.
+"""Attacks that once ended the server in its image, or a member; now each attack must fail.
 
 Each attack is a scenario as in `scenarios.py`; `tests/attacks/` has many more.
 

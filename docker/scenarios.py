@@ -104,7 +104,7 @@ def server_start(plan: Plan) -> Outcome:
 
 
 def strangers_refused(plan: Plan) -> Outcome:
-    """The server refuses clients without a key, and neither side can read the other's secret."""
+    """The server refuses clients without a key, and server and client cannot read each other's secret."""
     ask = ("-m", "server", "status", "tcp://server:5555")
     with plan.stack("strangers") as stack:
         stack.compose("up", "--detach", "--no-build", "server")

@@ -24,7 +24,7 @@ from children import ChildFailed
 
 STEPS = 600
 
-# Rounding differences grow with every step; a real difference shows within a hundred.
+# Rounding differences grow with every step; a real difference shows within a hundred steps.
 COMPARE_AFTER = 100
 
 INTRODUCTION = (

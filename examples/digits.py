@@ -58,7 +58,7 @@ def network() -> nn.Sequential:
     """Returns a small convolutional network, with the same initial weights each time.
 
     Its last batch norm follows a dense layer, with one value per image and channel, so two images give a mean of two
-    values. SiLU instead of ReLU, because a rounding error across ReLU's kink grows 10,000-fold in one step, which would
+    values. It has SiLU, not ReLU, because a rounding error across ReLU's kink grows 10,000-fold in one step, and would
     hide whether two trainings are equal up to rounding.
     """
     torch.manual_seed(SEED)

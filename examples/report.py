@@ -10,7 +10,7 @@ from rich.table import Table
 import digits
 from ways import REPLICAS, Length, Trained
 
-# In the first hundred steps float32 rounding makes differences of about 1e-6, and unsynchronised statistics of about 1.
+# After a hundred steps, differences from float32 rounding are about 1e-6, and without synchronisation about 1.
 TOLERANCE = 1e-4
 
 WHOLE_BATCH, SYNCHRONISED, UNSYNCHRONISED, DATA_PARALLEL = WAYS = (
@@ -50,12 +50,12 @@ class Result:
 
     @property
     def largest_difference(self) -> float:
-        """The larger difference of weights and running statistics."""
+        """The larger one of the two differences."""
         return max(self.weights, self.running_statistics)
 
     @property
     def equals_whole_batch(self) -> bool:
-        """Whether both differences are rounding; a NaN is a difference."""
+        """Whether both differences are within the tolerance; NaN is not."""
         return self.weights <= TOLERANCE and self.running_statistics <= TOLERANCE
 
 

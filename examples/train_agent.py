@@ -48,7 +48,7 @@ def train(rank: int, iterations: int) -> nn.Sequential:
     torch.manual_seed(0)
     agent = nn.Sequential(client.RunningMoments(2), nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, len(EFFECTS)))
     optimizer = torch.optim.Adam(agent.parameters(), lr=0.02)
-    torch.manual_seed(rank)  # the same agent on all ranks, other rooms
+    torch.manual_seed(rank)  # all ranks have the same agent, and different rooms
     for iteration in range(iterations):
         observations, actions, returns = play(agent, ROOMS if rank else 2 * ROOMS)
         agent[0].update(observations)

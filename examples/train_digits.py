@@ -24,7 +24,7 @@ import client
 import digits
 from training import snapshot, train
 
-# Torch's default is half an hour.
+# Timeout of rounds and of gloo, in seconds; torch's default is half an hour.
 DEADLINE = 60.0
 
 PRINT_EVERY = 10
@@ -91,10 +91,10 @@ def parallel(network: nn.Module, options: argparse.Namespace) -> nn.Module:
 
 @contextmanager
 def lost_rank_named() -> Iterator[None]:
-    """Names a lost process where gloo notices the loss first: gloo knows only an address.
+    """Raises an error with the rank of a lost process if gloo notices the loss first, since gloo knows only an address.
 
     Raises:
-        ReplicaLost: from the server, with the process.
+        ReplicaLost: from the server; names the lost process.
     """
     try:
         yield

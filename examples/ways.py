@@ -42,7 +42,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Number of training steps, and number after which states are compared."""
+    """Number of training steps, and number of steps after which states are compared."""
 
     steps: int
     compare: int

@@ -1,5 +1,5 @@
-# Sourced by the other scripts: `use_venv EXTRA [FOLDER CONSTRAINTS]` makes FOLDER (.venv) with an extra of
-# pyproject.toml, in the versions of CONSTRAINTS (constraints.txt), and puts it on the PATH.
+# Sourced by the other scripts. `use_venv EXTRA [FOLDER CONSTRAINTS]` makes the virtual environment FOLDER (.venv) with
+# an extra of pyproject.toml, in the versions of CONSTRAINTS (constraints.txt), and puts its programs on the PATH.
 # A file in FOLDER has the checksum of the requirements, so that a second call installs nothing.
 
 # Interpreters to try, in this order.

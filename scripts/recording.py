@@ -162,7 +162,7 @@ def recorded(prompt: str, command: list[str], environ: dict[str, str], seconds: 
         try:
             rest += os.read(terminal, 65_536)
         except OSError:
-            break  # it has ended
+            break  # the command has ended
         text = rest.decode(errors="ignore")
         rest = b""
         screen.write(text)
@@ -187,7 +187,7 @@ def scaled(frames: Frames, start: float, seconds: float) -> Frames:
 
 
 def svg(frames: Frames) -> str:
-    """An SVG with the frames one below the other, and a window that shows one at a time; it stores equal lines once."""
+    """An SVG with the frames one below the other, and a window that shows one frame; equal lines are stored once."""
     known: dict[Line, int] = {}
     bodies, keys = [], []
     height = ROWS * LINE

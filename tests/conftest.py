@@ -57,9 +57,8 @@ SILENCE_SECONDS = 60.0
 settings.register_profile("tests", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
-# Fixtures with processes that import torch, and fixtures of tests that compare times.
-PROCESSES = {"launch", "pool", "python", "workers"}
-ALONE = {"honest_job_beside"}
+PROCESSES = {"launch", "pool", "python", "workers"}  # fixtures with processes that import torch
+ALONE = {"honest_job_beside"}  # fixtures of tests that compare times
 
 # scripts/test finds files with tests that run alone by these words.
 ALONE_WORDS = re.compile(r"honest_job_beside|mark\.alone")
@@ -138,7 +137,7 @@ def _stderr_of(config: pytest.Config) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt loaded objects from garbage collection, which took a tenth of the time."""
+    """Exempt loaded objects from garbage collection, which would otherwise take a tenth of the run's time."""
     gc.freeze()
 
 

@@ -35,7 +35,7 @@ class Others:
     """Measures the processors that other programs use: all but this process and its descendants.
 
     Attributes:
-        processors: on average, from entering to leaving.
+        processors: average number of them between entering and leaving the `with` block.
     """
 
     def __init__(self) -> None:
@@ -57,8 +57,8 @@ def _ticks_of_family() -> int:
     """Returns the ticks of this process and its descendants, including ended ones that were waited for."""
     spent, parents = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            _, _, after = path.read_text().rpartition(")")  # its name may have spaces
+        with suppress(OSError):  # the process has ended
+            _, _, after = path.read_text().rpartition(")")  # a program's name may have spaces
             fields = after.split()
             parents[int(path.parent.name)] = int(fields[1])
             spent[int(path.parent.name)] = sum(map(int, fields[11:15]))

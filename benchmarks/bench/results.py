@@ -64,7 +64,7 @@ def _path(name: str) -> Path:
 
 
 def _commit() -> str:
-    """Returns the commit, with "-dirty" if a Python file differs; pages differ after each benchmark."""
+    """Returns the commit, with "-dirty" if a Python file differs. Pages do not count: each benchmark changes one."""
     name = _git("rev-parse", "--short=7", "HEAD")
     return f"{name}-dirty" if _git("status", "--porcelain", "--", "*.py") else name
 

@@ -1,9 +1,9 @@
 """Time of a synchronised layer in several processes on one GPU, relative to `torch.nn.SyncBatchNorm` there.
 
-NCCL refuses two members on one device, so torch's layer exchanges over gloo and ours over ipc, both through the
-host. The layers alternate call by call, and the result is the ratio of their medians. CUDA events measure the device's
-time from the start of forward to the end of backward, with its waits. Torch's profiler measures in further calls how
-much of its busy time the device spends on copies to and from the host.
+NCCL refuses two members on one device, so torch's layer exchanges over gloo, and ours in shared memory or over the
+server: both through the host. The layers alternate call by call, and the result is the ratio of their medians. CUDA
+events measure the device's time from the start of forward to the end of backward, with its waits. In further calls
+torch's profiler measures the share of copies to and from the host in the device's busy time.
 """
 
 import argparse

@@ -33,7 +33,7 @@ def main() -> None:
         help="for all steps together; a selection gets its share (default %(default)g)",
     )
     parser.add_argument(
-        "--output", type=Path, default=ROOT / "gpu-report", metavar="DIR", help="of the report (default: gpu-report)"
+        "--output", type=Path, default=ROOT / "gpu-report", metavar="DIR", help="report folder (default: gpu-report)"
     )
     parser.add_argument("--stand-in", action="store_true", help="run on the CPU, with small shapes; to try the steps")
     parser.add_argument(

@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--stand-in", action="store_true")
     parser.add_argument("--plant", default="")
     options = parser.parse_args()
-    # The fork server of ranks loads these once. Not at import: tests that import this module set their own list.
+    # The fork server of ranks loads these once. Not set at import, because tests that import this module set others.
     starter = multiprocessing.get_context("forkserver")
     starter.set_forkserver_preload(["client", "gpu_report.networks", "torch._dynamo"])
     status = 0

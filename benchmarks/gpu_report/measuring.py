@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from gpu_report.step import Step
 
-# Range of the profile that counts: torch itself synchronises the device before and after.
+# Only events in this range of the profile count, because torch synchronises the device before and after the range.
 RANGE = "gpu_report: measured"
 
 # Reads of a tensor's value by the host.
@@ -28,7 +28,7 @@ class Counts:
     """Counts of the profiler, per run.
 
     Attributes:
-        launches: kernels, and the device's filling of memory.
+        launches: of kernels, and of fills of device memory.
         copies: from host to device, back, or within the device.
         to_host: of these, the ones from device to host.
         waits: of the host for the device, a stream or an event, by a call that waits or by reading a value.

@@ -73,7 +73,7 @@ def roundings(nr_samples: int) -> float:
 
     Each addition rounds once, and so does each of some ten operations around them. A convolution and the classifier add
     up their inputs, a gradient of a weight is a sum over all positions, and so are a layer's statistics. Sums over
-    positions are taken as trees.
+    positions are added up as trees.
     """
     fan_ins = sum(KERNEL * KERNEL * width for width in WIDTHS[:-1]) + WIDTHS[-1]
     fan_outs = sum(KERNEL * KERNEL * width for width in WIDTHS[1:]) + CLASSES
@@ -82,7 +82,7 @@ def roundings(nr_samples: int) -> float:
 
 
 def check_close(found: Tensor, expected: Tensor, nr_roundings: float, what: str) -> float:
-    """Returns the largest difference, as a share of a bound: so many roundings of the largest expected value.
+    """Returns the largest difference, as a share of a bound: `nr_roundings` roundings of the largest expected value.
 
     Raises:
         AssertionError: the difference exceeds the bound, or types or shapes differ.

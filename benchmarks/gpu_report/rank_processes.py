@@ -25,7 +25,7 @@ from torch import distributed
 from gpu_report.child import planted
 from gpu_report.step import Step
 
-# CUDA refuses to work in a fork of a process whose CUDA runtime has been initialised; NVML does not initialise it.
+# Torch then looks for devices with NVML, and does not initialise CUDA, which would not work in forked processes.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 STARTER = multiprocessing.get_context("forkserver")
@@ -33,7 +33,7 @@ STARTER = multiprocessing.get_context("forkserver")
 # A late rank writes its stack this long before it is killed.
 LAST_WORDS_SECONDS = 2.0
 
-# For the end of the ranks, which do not shut down their process group: that might wait for a thread for ever.
+# Time for the ranks to end. They do not shut down their process group, which might wait for a thread for ever.
 END_SECONDS = 2.0
 
 
@@ -143,7 +143,7 @@ def _answer(connection: Connection, number: int, deadline: float) -> tuple[str, 
 
 
 def _run(program: Callable[[Rank], Any], rank: Rank, plant: str, connection: Connection) -> None:
-    """Main program of a rank; the rank ends when the step has all answers, since other ranks may still need it."""
+    """Main program of a rank; the rank lives until the step has all answers, since other ranks may still need it."""
     faulthandler.dump_traceback_later(rank.seconds)
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **rank.environment})
     torch.set_num_threads(1)

@@ -3,12 +3,12 @@
 The reference is the definition, written with torch's plain operators in float64 and differentiated by autograd; it uses
 no code of this project. The allowed error of a result follows from the types alone:
 
-- The result is rounded once to its own type: half an ulp of it. Below the smallest normal number an ulp no longer
-  shrinks.
+- The result is rounded once to its own type, an error of half an ulp. Below the smallest normal number an ulp no
+  longer shrinks.
 - Before that each value goes through at most `STEPS` operations in the compute type, which is float64 for float64
   inputs and float32 for all others. Each operation rounds once, relative to the largest term.
-- Statistics and gradients of parameters are sums over n values. A sum that is taken as a tree rounds each value log2(n)
-  times on its way up.
+- Statistics and gradients of parameters are sums over n values. A sum that is computed as a tree rounds each value
+  log2(n) times on its way up.
 - The variance is a difference of two float64 sums, E[x²] - E[x]², so its error is `DIFFERENCE` roundings of float64
   relative to the larger sum, or mean² / variance times as many relative to the variance.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 EPS = 1e-5
 MOMENTUM = 0.1
 
-# Subtract, scale, weigh and add, for each of the gradient's two terms, and the roundings of the vectors in them.
+# Subtract, scale, weigh and add, for each of the gradient's two terms, plus the roundings of vectors in the terms.
 STEPS = 12
 
 # Square, sum, square of the sum, quotient and difference, for both sums.
@@ -48,7 +48,7 @@ class Expected:
     dtype: torch.dtype
 
     def distance(self, found: Tensor) -> float:
-        """Returns the largest error in units of the allowed one; infinity where something is NaN or of another type.
+        """Returns the largest error in units of the allowed one; infinity for NaN, and for another type or shape.
 
         Args:
             found: shape (C,) or (N, C, *).
@@ -75,7 +75,7 @@ def expected(
         grad: of the output.
         weight: shape (C,), or None.
         bias: shape (C,), or None.
-        mask: shape (N, *), bool: which positions count for the statistics; None for all. At least two do.
+        mask: shape (N, *), bool: which positions count for the statistics; None for all. At least two must count.
     """
     call = _Call(channels_first(x).double().requires_grad_(), channels_first(grad).double(), weight, bias)
     call.compute(mask)
@@ -131,7 +131,7 @@ class _Call:
     def _running(self, relative: Tensor, compute: torch.dtype) -> dict[str, Expected]:
         unbiased = self.variance * (self.number / max(self.number - 1, 1))
         mean, variance = MOMENTUM * self.mean, 1 - MOMENTUM + MOMENTUM * unbiased
-        # Difference and product of the moving average; its sum is rounded as the result.
+        # Roundings of the moving average's difference and product; `_rounded` adds the rounding of its sum.
         unit = torch.finfo(compute).eps
         of_mean = unit * mean.abs() + MOMENTUM * relative / self.invstd
         of_variance = unit * variance + MOMENTUM * relative / self.invstd.square()
@@ -142,7 +142,7 @@ class _Call:
 
 
 def _rounded(value: Tensor, error: Tensor, dtype: torch.dtype) -> Expected:
-    """Adds to an error half an ulp of the value in its type."""
+    """Adds half an ulp of the value, in the given type, to its error."""
     about, value = torch.finfo(dtype), value.detach()
     return Expected(value, error + about.eps / 2 * value.abs().clamp(min=about.smallest_normal), dtype)
 

@@ -29,7 +29,7 @@ class Result:
         commit: of this repository.
         stand_in: the CPU stood in for the GPU.
         plant: the fault that a test planted; empty in a real report.
-        may_fail: the exit status does not depend on it.
+        may_fail: a failure does not change the exit status.
         device: the device's name; empty if the step did not get that far.
         checks: each with `name`, `passed` and `detail`.
         figures: each with `name`, `value`, `unit` and `of`.

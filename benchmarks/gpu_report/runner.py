@@ -1,6 +1,6 @@
 """Start the process of each step, end it at its time limit, and collect its records.
 
-The unused time of a step extends the limits of the later ones; each has at least its share.
+The unused time of a step extends the limits of later steps; each step has at least its share of the time.
 """
 
 import json
@@ -23,10 +23,10 @@ from gpu_report.steps import PLANS, TOTAL_SECONDS, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# For work outside of the steps' shares, such as the first import of torch.
+# Seconds for work outside of the steps' shares, such as the first import of torch.
 SPARE_SECONDS = TOTAL_SECONDS - sum(plan.seconds for plan in PLANS)
 
-# For the end of a killed process.
+# Longest wait for the end of a killed process.
 KILL_SECONDS = 10.0
 
 # Fields that each kind of record must have, and their types.
@@ -48,7 +48,7 @@ class Runner:
         seconds: for all steps together; if only some run, they get their shares.
         stand_in: the CPU stands in for the GPU.
         plant: `MODULE:NAME` of a context manager that is entered in each process; for tests.
-        begun: the start of these seconds, by the monotonic clock.
+        begun: when `seconds` began to run, by the monotonic clock.
     """
 
     seconds: float = TOTAL_SECONDS
@@ -126,7 +126,7 @@ def ended_within(limit: float, command: list[str], log: Any, environ: dict[str, 
     finally:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # a hung driver may keep it for ever
+        with suppress(subprocess.TimeoutExpired):  # a hung driver may keep the process for ever
             process.wait(timeout=KILL_SECONDS)
 
 

@@ -72,7 +72,7 @@ class Step:
         return stand_in if self.stand_in else real
 
     def check(self, name: str, passed: object, detail: object = "") -> bool:
-        """Records whether something holds; returns it.
+        """Records whether something holds, and returns whether it does.
 
         Args:
             name: what has to hold, as a sentence.

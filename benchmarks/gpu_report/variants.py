@@ -2,7 +2,7 @@
 
 One rank is enough to send every round through NCCL, so launches, copies, synchronisations and the host's time equal
 those of a rank among many, without the wait for other ranks. `SyncBatchNorm` and our layer would skip the exchange in a
-world of one, so torch's function is called without its module, and a check of ours is patched. Only this module and
+world of one, so torch's function is called without its module, and our layer's check is patched. Only this module and
 `worlds` patch internals of the client.
 """
 

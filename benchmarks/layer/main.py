@@ -1,9 +1,9 @@
 """Time of a synchronised layer, forward and backward, relative to `nn.BatchNorm2d` on the same slice.
 
 With one member the measurement covers the whole layer (bookkeeping, autograd and kernels) and an exchange that costs
-nothing: a patched layer synchronises over the in-process transport with itself alone. With more members each is a
-process, and they exchange through a server over ipc. The layers alternate call by call, so that other load slows both,
-and the result is the ratio of their medians. Then `subclasses` measures converted subclasses.
+nothing: a patched layer synchronises over the in-process transport with itself alone. With more members, each
+member is a process, and they exchange in shared memory or over a server. The layers alternate call by call, so that
+other load slows both, and the result is the ratio of their medians. Then `subclasses` measures converted subclasses.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Time per call of converted subclasses of torch's batch norm, compared with our layer and with the unconverted class.
 
-Forward and backward of a small input with one member, whose exchange costs nothing. In each turn all layers run once,
-in random order. The result is the median difference from our layer within a turn, over several processes.
+A call is forward and backward of a small input with one member, whose exchange costs nothing. In each turn all layers
+run once, in random order. The result is the median difference from our layer within a turn, over several processes.
 """
 
 import gc
@@ -51,7 +51,7 @@ class Functional(nn.BatchNorm2d):
 
 
 class LikeTimms(nn.BatchNorm2d):
-    """Checks its input and calls two modules, as timm's `BatchNormAct2d`; here they are identities."""
+    """Checks its input and calls two modules, like timm's `BatchNormAct2d`; here they are identities."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
@@ -79,8 +79,8 @@ CLASSES = [nn.BatchNorm2d, Inherited, BySuper, Functional, LikeTimms]
 def measured(calls: int) -> list[Row]:
     """Returns a row for each shape and class: medians over several processes, in microseconds per call.
 
-    Equal layers differ by up to 5 µs throughout a process: by their addresses, and by which of their attributes
-    collide in the interpreter's cache.
+    Equal layers differ by up to 5 µs throughout a process, depending on their addresses, and on which of their
+    attributes collide in the interpreter's cache.
     """
     rows = []
     new = multiprocessing.get_context("spawn")

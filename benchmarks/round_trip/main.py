@@ -3,7 +3,7 @@
 Rounds and all_reduce add vectors of 2 x channels float64 of the same processes; the echo sends as many bytes from one
 process to a server and back. They alternate in blocks, so that other load slows all alike. A round travels over the
 server and in shared memory, each in four situations: back to back; after a pause, as the other layers of a training
-step cause; with a thread that computes in Python in each member; and with a process that computes for each member.
+step cause; with a thread in each member that computes in Python; and with a further process per member that computes.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Time of a training step of a ResNet-18, relative to an unsynchronised one, in processes under DDP over gloo.
 
-Six networks alternate step by step in each process, so that other load slows all alike: ours over a `python -m server`,
-the same with DDP's broadcast of buffers, in shared memory, and over the process group; torch's batch norm, which is not
-synchronised; and a textbook synchronised batch norm, with an `all_reduce` of gloo forward and one backward. The result
-is the ratio of their medians.
+Six networks alternate step by step in each process, so that other load slows all alike. Ours run over a server, over a
+server with DDP's broadcast of buffers, in shared memory, and over the process group. The others have torch's batch
+norm, which is not synchronised, and a textbook synchronised batch norm, with an `all_reduce` of gloo forward and one
+backward. The result is the ratio of their medians.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def main() -> None:
 def measure(members: int, shape: list[int], width: int, steps: int) -> dict[str, Any]:
     """Returns median and p99 of a step in milliseconds for each way, and the time of our rounds within a step.
 
-    The last member of a round waits for no other, so the shortest of the members' times is that of the exchange alone.
+    The last member of a round waits for no other, so the shortest of the members' times is that of the exchange.
     """
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, _server(folder) as endpoint:
@@ -138,7 +138,7 @@ def _member(
                 times[way] += [milliseconds] if step >= WARM_UP else []
                 if way in OURS and step >= WARM_UP:
                     times[f"{way} rounds"] += in_rounds
-            if step == 1:  # a step after the first backward
+            if step == 1:  # the step after the first backward pass
                 torch.testing.assert_close(losses["server"], losses["gloo"], rtol=1e-3, atol=1e-3)
             assert losses["server"] == losses["memory"] == losses[GROUP]  # noqa: S101 - the same bits
         dist.barrier()
@@ -199,7 +199,7 @@ def _in_transport(
 
 
 def _trainer(network: nn.Module, *, broadcasts: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns a function that trains a network by one step; `broadcasts`: DDP broadcasts buffers before it."""
+    """Returns a function that trains a network by one step; with `broadcasts`, DDP broadcasts buffers before it."""
     model = DistributedDataParallel(network)
     model.broadcast_buffers = broadcasts
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -1,9 +1,9 @@
 """Processor time and memory of the server and the view while a page is open.
 
-One process plays the ranks of a job in shared memory. Each rank has a connection and sends a heartbeat and its round
-trips once a second; the first rank also sends the figures of the next 64 layers, as many as a sample holds. The
-reader follows `/events` and requests `/heat` and a layer's `/history` once a second, as the page does. Processor time
-is of the last `--seconds`; memory is the most that was resident at any time.
+One process plays the ranks of a job whose rounds are in shared memory. Each rank has a connection and sends a heartbeat
+and its round trips once a second; the first rank also sends the figures of the next 64 layers, as many as a sample
+holds. The reader follows `/events` and requests `/heat` and a layer's `/history` once a second, as the page does.
+Processor time is of the last `--seconds`; memory is the most that was resident at any time.
 """
 
 import argparse
@@ -161,7 +161,7 @@ class Job:
 
 
 def _rows(rng: np.random.Generator, ranks: int) -> Any:
-    """Sums and squares of 32 values for each rank and channel."""
+    """Sum and sum of squares of 32 values for each rank and channel."""
     values = rng.standard_normal((ranks, 32, CHANNELS))
     return np.stack((values.sum(1), (values**2).sum(1)), 1)
 

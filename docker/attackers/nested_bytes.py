@@ -1,7 +1,7 @@
 """Joins as a member and sends deeply nested bytes to another one, in today's framing of states and in a former one.
 
 Server and victim run in the same container; the program prints how the victim ended. A reader that makes a call in C
-for each level ends by SIGSEGV: in the former framing at 200 levels, 1 KB. In today's, each level is a list of one item.
+for each level ends by SIGSEGV, in the former framing at 200 levels (1 KB). Today's levels are lists of one item.
 """
 
 import os

@@ -42,7 +42,7 @@ def templates() -> list[bytes]:
 
 
 def changed(frame: bytes, chance: random.Random) -> bytes:
-    """A frame with some bytes changed, cut or repeated. The mark stays, or connections could get another's mark."""
+    """A frame with some bytes changed, cut or repeated. The mark stays, or it could become another connection's."""
     found = bytearray(frame)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         found[chance.randrange(len(found))] = chance.randrange(256)

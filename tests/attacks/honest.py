@@ -19,16 +19,16 @@ from bench.quiet import Others
 from attacks.peers import job_of
 from attacks.servers import BESIDE_ACCOUNT_BYTES, Attacked
 
-# Rows as of a narrow layer, of two vectors with 64 channels; the last channel says whether a member wants to end.
+# Rows like those of a narrow layer: two vectors of 64 channels. The last channel says whether a member wants to end.
 VECTORS, CHANNELS = 2, 64
 
 # Number of different contributions, which a member sends in turn.
 DIFFERENT = 32
 
-# Between two rounds a model computes.
+# Pause between two rounds, in which a model would compute.
 PAUSE_SECONDS = 0.002
 
-# Limits of a round and of the start; the wait for the members' results has twice the first.
+# Limits of a round and of the start; the wait for the members' results may take twice `DEADLINE`.
 DEADLINE = 20.0
 START_SECONDS = 60.0
 

@@ -1,4 +1,4 @@
-"""Attackers' connections: ZeroMQ's sockets with any key and routing id, and plain ones that speak ZMTP by hand."""
+"""Attackers' connections: ZeroMQ's sockets with any key and routing id, and TCP sockets for hand-made ZMTP."""
 
 import itertools
 import socket

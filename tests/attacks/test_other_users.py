@@ -17,7 +17,7 @@ OTHER = 65_534
 
 pytestmark = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs root, to be another user")
 
-# All imports precede the change of user, since the other user may not read the checkout.
+# All imports precede the change of user, since the other user may be unable to read the checkout.
 INTRUDER = f"""
 import os, sys, zmq
 from statsd_bn.messages import Register, Registered, StatusRequest

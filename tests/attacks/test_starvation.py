@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 ATTACK_SECONDS = 1.0
 
 
-# Members send at most one heartbeat.
+# A long silence is allowed, since the members send at most one heartbeat.
 PATIENT = ("--silence-seconds", "3600")
 
 

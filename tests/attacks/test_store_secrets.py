@@ -51,7 +51,7 @@ def test_the_store_has_no_secret_key():
             entries = []
             while not is_open(address, port) and rank_0.poll() is None and time.monotonic() < expiry:
                 time.sleep(0.05)
-            assert is_open(address, port) or rank_0.poll() is not None, "rank 0 keeps no store"
+            assert is_open(address, port) or rank_0.poll() is not None, "rank 0 has opened no store"
             store = distributed.TCPStore(address, port, 2, is_master=False) if rank_0.poll() is None else None
             while not entries and rank_0.poll() is None and time.monotonic() < expiry:
                 entries = [store.get(key) for key in keys if store.check([key])]

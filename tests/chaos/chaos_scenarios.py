@@ -21,7 +21,7 @@ STEPS = 80
 # Steps allowed only after the fault, so that survivors have work left.
 STEPS_AFTER = 2
 
-# Chance that a fault comes before all have recovered from the previous one, and the longest pause between the two.
+# Chance that a fault comes before all have recovered from the previous fault, and the most seconds between these two.
 TROUBLED_AGAIN = 0.25
 COMING_BACK_SECONDS = 0.3
 
@@ -40,7 +40,7 @@ LONG_STALL_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Result:
-    """Measurements."""
+    """Seconds from each fault to recovery or report; whether the weights equal an undisturbed run's, if compared."""
 
     seconds: list[float] = field(default_factory=list)
     identical: bool | None = None
@@ -68,7 +68,7 @@ def killed_member(chance: random.Random, folder: Path, times: int = 1) -> Result
 
 
 def frozen_member(chance: random.Random, folder: Path, times: int = 1) -> Result:
-    """A member is stopped by a signal; all others' errors name its rank, and so does its own when it continues."""
+    """A member is stopped by a signal; the others' errors name its rank, and so does its own when it continues."""
     return _lose(chance, folder, times, signal.SIGSTOP)
 
 
@@ -284,7 +284,7 @@ def _through_proxies(
 
 
 def _go_through(members: Members, chance: random.Random, times: int, trouble: Callable[[], float]) -> Result:
-    """Calls `trouble`, which returns when it ended, at random moments; the weights must equal an undisturbed run's."""
+    """Calls `trouble`, which returns its end time, at random moments; the weights must equal an undisturbed run's."""
     at_once = STEPS // times - STEPS_AFTER
     seconds = []
     is_coming_back = False

@@ -202,7 +202,7 @@ def descendants() -> set[int]:
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            # The name before the fields may hold anything, a bracket too.
+            # The process's name before these fields can contain a bracket.
             state, parent, *_ = stat.read_text().rpartition(")")[2].split()
             if state != "Z":
                 parents[int(stat.parent.name)] = int(parent)

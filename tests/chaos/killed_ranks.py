@@ -120,7 +120,7 @@ def _wait_for_rounds(flags: list[Any], ranks: list[Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Kills ranks on a Unix socket and over TCP with keys, and prints a line for each."""
     parser = argparse.ArgumentParser(prog="scripts/chaos kills", description=__doc__)
-    parser.add_argument("kills", type=int, help="how many in each way")
+    parser.add_argument("kills", type=int, help="number of ranks on each kind of socket")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
     options = parser.parse_args(arguments)
     starter.warm_up()

@@ -41,7 +41,7 @@ def test_the_servers_image_has_a_health_check_and_nothing_of_the_replicas():
     assert found["server-build"].strip() == "RUN ./install server"
 
 
-def test_what_the_dockerfile_copies_is_there_and_in_the_build_context():
+def test_every_path_that_the_dockerfile_copies_exists_and_is_in_the_build_context():
     copied = [
         word
         for line in re.findall(r"^COPY (?!--from)(.*)$", "\n".join(stages().values()), re.MULTILINE)
@@ -53,7 +53,7 @@ def test_what_the_dockerfile_copies_is_there_and_in_the_build_context():
         assert f"!{Path(path).parts[0]}" in ignored
 
 
-def test_the_compose_file_closes_its_network_and_lets_each_service_wait_for_the_one_before(compose):
+def test_the_compose_network_is_internal_and_each_service_waits_for_the_previous_one(compose):
     found = compose("docker-compose.yml")
     services = found["services"]
     server, replica = services["server"], services["replica"]
@@ -77,7 +77,7 @@ def test_the_compose_file_closes_its_network_and_lets_each_service_wait_for_the_
         *(("docker-compose.view.yml", name) for name in ("view", "prometheus", "grafana")),
     ],
 )
-def test_a_service_writes_to_its_volumes_alone_and_has_limits(compose, file, name):
+def test_a_service_has_limits_and_can_write_only_to_its_volumes(compose, file, name):
     service = compose(file)["services"][name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -90,18 +90,18 @@ def test_a_service_writes_to_its_volumes_alone_and_has_limits(compose, file, nam
 
 def test_a_failed_server_is_restarted_and_a_failed_replica_is_not(compose):
     found = {name: service["restart"] for name, service in compose("docker-compose.yml")["services"].items()}
-    # A string: YAML's own `no` would be False.
+    # The file quotes `no`, because YAML reads an unquoted `no` as False.
     assert found == {"keygen": "no", "server": "unless-stopped", "replica": "no"}
 
 
-def test_what_is_kept_in_memory_has_a_size(compose):
+def test_file_systems_in_memory_have_a_size_limit(compose):
     found = compose("docker-compose.yml")
     (scratch,) = found["services"]["replica"]["tmpfs"]
     assert "size=256m" in scratch.partition(":")[2].split(",")
     assert "size=16m" in found["volumes"]["meeting"]["driver_opts"]["o"].split(",")
 
 
-def test_the_compose_file_has_keys_by_default_and_no_container_sees_anothers_secret(compose):
+def test_the_compose_file_has_keys_by_default_and_each_container_sees_only_its_own_secret(compose):
     services = compose("docker-compose.yml")["services"]
     server, replica = services["server"], services["replica"]
     assert server["environment"] == {"STATSD_BN_CURVE": "/keys"}
@@ -139,7 +139,7 @@ def test_the_gpu_file_adds_devices_and_changes_nothing_else(compose):
     assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
 
 
-def test_the_view_is_beside_the_server_and_shown_to_this_machine_alone(compose):
+def test_the_view_is_in_the_servers_network_and_only_this_machine_can_open_it(compose):
     services = compose("docker-compose.view.yml")["services"]
     assert set(services) == {"view", "prometheus", "grafana"}
     view = services["view"]
@@ -157,7 +157,7 @@ def test_the_view_is_beside_the_server_and_shown_to_this_machine_alone(compose):
         assert all((FOLDER / path).is_file() for path in mounted)
 
 
-def test_prometheus_has_the_token_where_it_looks_for_it(compose):
+def test_prometheus_finds_the_token_in_the_configured_file(compose):
     (scrape,) = compose("monitoring/prometheus.yml")["scrape_configs"]
     _, _, line = compose("docker-compose.view.yml")["services"]["prometheus"]["entrypoint"]
     assert f'printf %s "$$VIEW_TOKEN" >{scrape["authorization"]["credentials_file"]} &&' in line
@@ -175,7 +175,7 @@ def test_a_shell_script_can_be_read_by_its_shell(script):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_each_replica_takes_a_rank_of_its_own_and_a_restarted_one_the_same_again(tmp_path):
+def test_each_replica_claims_a_separate_rank_and_keeps_it_after_a_restart(tmp_path):
     claim = script("replica").claim
     assert [claim(tmp_path, 3, name) for name in ("a", "b", "a", "c", "b")] == [0, 1, 0, 2, 1]
     with pytest.raises(SystemExit, match=f"expected one of 3 ranks to be free in {tmp_path}, but all are taken"):
@@ -193,13 +193,13 @@ def harness(*arguments, **environ):
     )
 
 
-def test_without_an_engine_the_harness_says_so(tmp_path):
+def test_without_an_engine_the_harness_fails_and_names_what_is_missing(tmp_path):
     done = harness("--logs", str(tmp_path), PATH=str(tmp_path))
     assert done.returncode == 2
     assert "expected Compose" in done.stderr
 
 
-def test_a_number_of_replicas_that_does_not_split_the_batch_is_refused():
+def test_a_number_of_replicas_that_does_not_divide_the_batch_is_refused():
     done = harness("--replicas", "3")
     assert done.returncode == 2
     assert "invalid choice: 3" in done.stderr
@@ -216,7 +216,7 @@ esac
 
 
 @pytest.mark.parametrize(("size", "fits"), [("249000000", "yes"), ("251000000", "NO")])
-def test_the_harness_fails_with_a_row_for_each_thing_that_falls_short_and_cleans_up(tmp_path, size, fits):
+def test_the_harness_marks_each_failed_scenario_in_its_table_and_cleans_up(tmp_path, size, fits):
     program = tmp_path / "docker"
     program.write_text(ENGINE_STAND_IN)
     program.chmod(0o755)

@@ -80,7 +80,7 @@ def variables(container):
     ],
     ids=["server", "replica"],
 )
-def test_a_pod_has_keys_of_its_own_which_nobody_but_its_user_can_read(kind, name, keys, mounted):
+def test_only_the_user_of_a_pod_can_read_the_keys_of_the_pod(kind, name, keys, mounted):
     workload = named(kind, name)
     pod = workload["spec"]["template"]["spec"]
     assert variables(pod["containers"][0])["STATSD_BN_CURVE"] == keys
@@ -97,7 +97,7 @@ def test_a_pod_has_keys_of_its_own_which_nobody_but_its_user_can_read(kind, name
     assert not [one for container in pod.get("initContainers", []) for one in container.get("volumeMounts", [])]
 
 
-def test_the_page_makes_the_secrets_that_the_pods_want():
+def test_the_page_creates_the_secrets_that_the_pods_need():
     page = (FOLDER.parent / "README.md").read_text()
     made = {
         name: {Path(file).name for file in re.findall(r"--from-file=(\S+)", files)}
@@ -110,7 +110,7 @@ def test_the_page_makes_the_secrets_that_the_pods_want():
     assert made == {"statsd-bn-server": {one["key"] for one in server["items"]}, "statsd-bn-replica": {Path(key).name}}
 
 
-def test_the_view_has_a_token_and_reaches_the_server_as_members_do():
+def test_the_view_has_a_token_and_may_reach_the_server_like_a_member():
     view = named("Deployment", "statsd-bn-view")["spec"]["template"]
     (container,) = view["spec"]["containers"]
     (token,) = [one["valueFrom"]["secretKeyRef"] for one in container["env"] if one["name"] == "STATSD_BN_VIEW_TOKEN"]
@@ -129,7 +129,7 @@ def test_the_view_has_a_token_and_reaches_the_server_as_members_do():
     }
 
 
-def test_nobody_but_prometheus_reaches_the_view_and_it_reaches_the_server_and_names():
+def test_only_prometheus_reaches_the_view_and_the_view_reaches_only_the_server_and_dns():
     view, replica = (named("NetworkPolicy", name)["spec"] for name in ("statsd-bn-view", "statsd-bn-replica"))
     assert view["policyTypes"] == ["Ingress", "Egress"]
     assert peers(view, "egress") == peers(replica, "egress")[1:]
@@ -144,7 +144,7 @@ def peers(policy, direction):
     return [([*rule[key]], [one["port"] for one in rule.get("ports", [])]) for rule in policy[direction]]
 
 
-def test_the_server_reaches_nobody_and_replicas_reach_one_another_the_server_and_names():
+def test_the_server_reaches_nobody_and_replicas_reach_only_each_other_the_server_and_dns():
     server, replica = (named("NetworkPolicy", name)["spec"] for name in ("statsd-bn-server", "statsd-bn-replica"))
     assert server["policyTypes"] == replica["policyTypes"] == ["Ingress", "Egress"]
     assert server["egress"] == []
@@ -160,7 +160,7 @@ def test_the_server_reaches_nobody_and_replicas_reach_one_another_the_server_and
     assert ports == [53, 53]
 
 
-def test_there_is_one_server_which_is_probed_and_reached_by_members_only():
+def test_there_is_one_server_with_probes_and_only_members_reach_it():
     server = named("Deployment", "statsd-bn-server")
     assert (server["spec"]["replicas"], server["spec"]["strategy"]) == (1, {"type": "Recreate"})
     (container,) = containers(server)
@@ -176,7 +176,7 @@ def test_there_is_one_server_which_is_probed_and_reached_by_members_only():
     assert members.items() <= named("Job", "statsd-bn-replica")["spec"]["template"]["metadata"]["labels"].items()
 
 
-def test_the_replicas_are_told_their_rank_and_where_to_meet():
+def test_the_replicas_get_their_rank_and_the_address_of_rank_0():
     job = named("Job", "statsd-bn-replica")["spec"]
     replica = containers(named("Job", "statsd-bn-replica"))[0]
     values = variables(replica)

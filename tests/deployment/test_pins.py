@@ -1,4 +1,4 @@
-"""Installed releases: none with a known vulnerability, and pinned files in the images."""
+"""Requirements admit no release with a known vulnerability, and the images install packages by version and hash."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def admitted() -> list[Requirement]:
 
 
 def pins(path: Path) -> dict[str, set[Version]]:
-    """The versions in a file of `name==version`, by name; several if platforms have different ones."""
+    """The versions by package, in a file of lines `name==version`; several versions if they depend on the platform."""
     found: dict[str, set[Version]] = {}
     for name, version in re.findall(r"^([\w.-]+)==([^\s;\\]+)", path.read_text(), re.MULTILINE):
         found.setdefault(canonicalize_name(name), set()).add(Version(version))
@@ -65,7 +65,7 @@ def test_no_constraint_is_a_release_that_is_known_to_be_bad(name):
 
 @pytest.mark.parametrize("path", PINNED, ids=lambda path: path.stem)
 def test_the_images_requirements_are_versions_with_hashes_and_nothing_else(path):
-    # No option, since it could name an index, and no address.
+    # The expression matches neither options, which could name another index, nor addresses.
     one = (
         r"[\w.-]+==[\w.+]+(?: ; [^\n\\]+)? \\\n(?:    --hash=sha256:[0-9a-f]{64} \\\n)*    --hash=sha256:[0-9a-f]{64}\n"
     )
@@ -126,7 +126,7 @@ def test_the_base_image_is_the_same_everywhere():
 
 @pytest.fixture
 def pin(tmp_path):
-    """Runs a copy of scripts/pin with stand-ins for uv and for an engine, whose pull gives a digest or fails."""
+    """Runs a copy of scripts/pin with stand-ins for uv and for an engine; the engine's pull gives a digest or fails."""
     for name in ("scripts/pin", "scripts/lib.sh", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -166,7 +166,7 @@ def stand_in(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_the_base_image_is_pinned_to_what_an_engine_pulls_and_pinned_anew(pin, tmp_path):
+def test_the_base_image_is_pinned_to_the_digest_that_an_engine_pulls_and_can_be_pinned_again(pin, tmp_path):
     for letter in "ab":
         digest = "sha256:" + letter * 64
         pin(digest)
@@ -177,12 +177,12 @@ def test_the_base_image_is_pinned_to_what_an_engine_pulls_and_pinned_anew(pin, t
     assert all("--generate-hashes" in line for line in calls.splitlines())
 
 
-def test_without_an_image_registry_the_tag_stays_and_what_is_left_is_said(pin, tmp_path):
+def test_without_an_image_registry_the_tag_stays_and_a_message_names_the_remaining_step(pin, tmp_path):
     assert "The base image is not pinned" in pin("").stderr
     assert base_images(tmp_path) == {"python:3.11-slim-bookworm"}
 
 
-def test_a_digest_that_is_given_is_written_and_nothing_else_is_done(pin, tmp_path):
+def test_a_given_digest_is_written_and_packages_are_not_pinned(pin, tmp_path):
     for letter in "ab":
         digest = "sha256:" + letter * 64
         pin("", "--digest", digest)

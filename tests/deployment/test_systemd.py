@@ -1,4 +1,4 @@
-"""The unit for systemd starts the server with flags, variables and exit codes that it has."""
+"""The systemd unit uses only flags, variables and exit codes that the server has."""
 
 import re
 import shlex
@@ -26,7 +26,7 @@ def environment() -> dict[str, str]:
     return dict(word.split("=", 1) for line in values("Environment") for word in shlex.split(line))
 
 
-def test_the_server_takes_the_command_and_the_variables():
+def test_the_server_accepts_the_command_and_the_variables():
     ((_, *command),) = map(shlex.split, values("ExecStart"))
     assert command[:2] == ["-m", "server"]
     config = from_arguments(command[2:], environment())

@@ -1,4 +1,4 @@
-"""What ranks do in `test_ranks.py`: their rows stay on devices, for which the CPU stands in."""
+"""Programs of the ranks in `test_ranks.py`; rows stay on devices, which the CPU represents."""
 
 import logging
 import math
@@ -61,7 +61,7 @@ STEPS: dict[str, Step] = {
 
 
 def step_without_a_host_read(rank: Any, how: str) -> int:
-    """Returns the number of updates of the running statistics; after the first step the host may read no value."""
+    """Returns the number of updates of the running statistics; after the first step the host must not read a value."""
     layer = _layer("bn", momentum=None)
     for number in range(3):
         x = torch.randn(SIZES[rank.rank], CHANNELS, 4, requires_grad=True)
@@ -72,7 +72,7 @@ def step_without_a_host_read(rank: Any, how: str) -> int:
 
 
 def read_statistic(_rank: Any, way: str) -> str:
-    """Read a statistic on the host; returns the error."""
+    """Read a statistic on the host; returns "seen" if the read is detected, else "not seen"."""
     of = ChannelStatistics.of
 
     def planted(*given: Any) -> ChannelStatistics:
@@ -113,7 +113,7 @@ def part_ways(rank: Any) -> tuple[bool, bool, str]:
 
 
 def _call_and_compare(layer: Any, x: torch.Tensor, *mask: torch.Tensor) -> tuple[bool, bool, str]:
-    """Whether the output is NaN, whether the running statistics were unchanged, and the error."""
+    """Returns whether the output is NaN, whether the running statistics stayed, and the error of the next call."""
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     with behind() as catch_up:
         output = layer(x, *mask)
@@ -151,7 +151,7 @@ def bring_nan(rank: Any, phase: str) -> tuple[int, list[tuple[str, str]]]:
 
 
 def add_negative_zeros(rank: Any) -> tuple[list[float], bool, float]:
-    """Rank 1 brings a row more than rank 0; returns the sum, whether it is negative, and the count."""
+    """Rank 1 brings a row more than rank 0; returns the sum, whether all its sign bits are set, and the count."""
     transport = transport_for("bn", None)
     rows = LocalRows(
         torch.ones(1 + rank.rank, dtype=torch.float64), torch.full((1 + rank.rank, 2, 1), -0.0, dtype=torch.float64)

@@ -46,7 +46,7 @@ def fail(_):
 
 @pytest.fixture
 def capturing(monkeypatch):
-    """Two GPUs, the first one current, with graph capture on the given ones."""
+    """Two GPUs, the first one current; graphs are captured on the GPUs in the returned set."""
     current, found = [0], set()
 
     @contextmanager
@@ -65,7 +65,7 @@ SECOND = torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize(("captured", "is_taken"), [(0, True), (1, False)])
-def test_only_a_capture_on_the_device_of_the_flags_counts(monkeypatch, capturing, captured, is_taken):
+def test_flags_are_copied_unless_a_graph_is_captured_on_their_device(monkeypatch, capturing, captured, is_taken):
     capturing.add(captured)
     filled = []
     monkeypatch.setattr(Slot, "__init__", lambda *_: None)
@@ -83,7 +83,7 @@ def test_only_a_capture_on_the_device_of_the_flags_counts(monkeypatch, capturing
 
 
 @pytest.mark.parametrize(("captured", "is_seen"), [(0, True), (1, False)])
-def test_flags_are_not_read_during_a_capture_of_the_working_device(capturing, captured, is_seen):
+def test_flags_are_not_read_while_a_graph_is_captured_on_the_device_of_the_next_round(capturing, captured, is_seen):
     checks = AsyncChecks()
     checks.submit(torch.tensor([False]), fail)
     slot = Slot(1, torch.device("cpu"), torch.bool)

@@ -38,7 +38,7 @@ WAYS = {"on a CPU": nullcontext, "on CUDA over the host": over_the_host_on_cuda,
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_gradient_of_another_layout_is_copied_once(way):
-    """Both steps of the backward pass read the gradient: the sums, and after the round the input's gradient."""
+    """The backward pass reads the gradient twice: for the sums, and after the round for the input's gradient."""
     model = client.DataParallelWithCallback(client.SynchronizedBatchNorm2d(3), ["cpu"] * 2)
     x = torch.randn(SHAPE).contiguous(memory_format=torch.channels_last).requires_grad_()
     with way():

@@ -1,4 +1,4 @@
-"""Host messages in a group whose backend takes only GPU tensors, like NCCL, on torch's current device."""
+"""The device that carries host messages in a group whose backend takes only GPU tensors, like NCCL."""
 
 from types import SimpleNamespace
 
@@ -61,16 +61,16 @@ def gather(transport):
     process_group.all_gather(transport.process_group, "losses", b"1.5")
 
 
-def test_ranks_agree_on_the_device_of_their_input(transport):
+def test_the_message_before_the_first_round_uses_the_device_of_the_input(transport):
     assert device_of(device_rows.device_capacity, transport, [input_on(SECOND)]) == SECOND
 
 
-def test_later_rounds_of_host_tensors_use_that_device_too(transport):
+def test_later_host_messages_use_the_device_of_the_input_too(transport):
     device_of(device_rows.device_capacity, transport, [input_on(SECOND)])
     assert device_of(gather, transport) == SECOND
 
 
-def test_the_rounds_of_recalibration_use_that_device_too(transport):
+def test_rounds_of_recalibration_use_the_device_of_the_input_too(transport):
     layer = client.SynchronizedBatchNorm1d(3)
     layer.layer_name = "bn"
     call = SynchronizedCall(layer, transport, MomentAccumulator(), None, None)
@@ -79,7 +79,7 @@ def test_the_rounds_of_recalibration_use_that_device_too(transport):
     assert device_of(transport.run_slave, row) == SECOND
 
 
-def test_an_input_that_the_group_cannot_take_changes_nothing(transport):
+def test_an_input_on_the_cpu_does_not_change_the_device(transport):
     device_of(device_rows.device_capacity, transport, [input_on(SECOND)])
     assert device_of(device_rows.device_capacity, transport, [input_on("cpu")]) == SECOND
 
@@ -89,6 +89,6 @@ def test_before_any_input_host_messages_use_the_device_that_the_group_is_bound_t
     assert device_of(gather, transport) == SECOND
 
 
-def test_without_a_bound_device_host_messages_use_the_current_one(transport, monkeypatch):
+def test_without_a_bound_device_host_messages_use_the_current_device(transport, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert device_of(gather, transport) == SECOND

@@ -1,4 +1,4 @@
-"""Rows that stay on devices, over a process group: the host reads none, and errors come late. The CPU stands in."""
+"""Rows stay on devices, over a process group: the host reads none, and errors come late. The CPU represents devices."""
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def test_nan_is_reported_as_soon_as_the_device_has_found_it(ranks, phase):
         assert f"layer 'bn', {phase}, step 0, rank 1" in text
 
 
-def test_missing_rows_of_a_rank_change_no_bit(ranks):
+def test_filling_up_the_missing_rows_of_a_rank_changes_no_bit(ranks):
     assert ranks(2, device_programs.add_negative_zeros, on_devices=True) == [([0.0, 0.0], True, 3.0)] * 2
 
 

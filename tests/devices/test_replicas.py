@@ -40,7 +40,7 @@ def test_replicas_give_the_same_bits_as_over_the_host(made, run, options, penalt
 
 
 def test_a_mini_batch_may_have_micro_batches_with_and_without_a_mask():
-    """Without a mask a process alone runs torch's own layer."""
+    """Without a mask a process that is alone runs torch's own layer."""
     first, second = torch.randn(2, 6, 4)
     found = []
     for where in (nullcontext, rows_on_devices):
@@ -76,7 +76,7 @@ def test_a_host_synchronisation_in_a_replica_would_be_detected(monkeypatch):
         training(plain, {}, host_looks_at_nothing)
 
 
-def test_host_synchronisations_over_the_host_are_detected():
+def test_with_rows_on_the_host_host_synchronisations_are_detected():
     with pytest.raises(HostLooks):
         training(plain, {}, host_looks_at_nothing)
 

@@ -77,12 +77,12 @@ def step(world, penalty=False):
 
 def test_both_passes_are_computed_in_the_streams_of_the_replicas(world):
     forward, backward = step(world)
-    assert forward == [("forward", "replica 1's")], "which is the last of its device"
+    assert forward == [("forward", "replica 1's")], "replica 1 is the last one on its device"
     assert ("backward", "replica 1's") in backward
 
 
 @pytest.mark.parametrize("penalty", [False, True], ids=["first derivative", "second derivative"])
-def test_the_backward_pass_waits_for_the_stream_of_its_gradients_and_the_other_way_round(world, penalty):
+def test_in_a_backward_pass_the_streams_of_replicas_and_of_autograd_wait_for_each_other(world, penalty):
     _, events = step(world, penalty)
     waits, computed, waited = (
         [place for place, event in enumerate(events) if event == wanted]
@@ -97,7 +97,7 @@ def test_the_backward_pass_waits_for_the_stream_of_its_gradients_and_the_other_w
 
 
 def test_memory_is_held_until_the_other_stream_has_read_it(world):
-    """The replicas' stream holds gradients, inputs and weights; autograd's holds the results."""
+    """The replicas' stream holds gradients, inputs and weights; autograd's stream holds the results."""
     _, events = step(world)
     computed = events.index(("backward", "replica 1's"))
     slice_, vector = (2, 4, 5), (4,)
@@ -105,7 +105,7 @@ def test_memory_is_held_until_the_other_stream_has_read_it(world):
     assert before.count((slice_, "replica 1's")) == 4, "two gradients and two inputs"
     assert before.count((vector, "replica 1's")) == 2, "two weights"
     assert after.count((slice_, "autograd's")) == 2
-    assert after.count((vector, "autograd's")) == 4, "of two weights and two biases"
+    assert after.count((vector, "autograd's")) == 4, "gradients of two weights and two biases"
 
 
 def test_one_stream_needs_no_wait(world, monkeypatch):

@@ -14,7 +14,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 # A generated part of the page, with the lines that mark its beginning and end.
 PART = re.compile(r"(<!-- (\w+): made by scripts/docs write -->\n).*?(<!-- end -->)", re.DOTALL)
 
-# A first line such as "Barrier: where replicas meet" repeats the name of its file.
+# A clause ends at "." or ";". The subject, as in "Barrier: where replicas meet", only repeats the name of the file.
 CLAUSE = re.compile(r".*?(?=[.;](?:\s|$)|$)")
 SUBJECT = re.compile(r"^[\w`().]+(?: [\w`().]+){0,3}: ")
 

@@ -50,7 +50,7 @@ def all_blocks() -> Iterator[Block]:
 
 
 def script_before(block: Block, name: str) -> Block:
-    """The Python block before `block` that the page calls by the script's name, else the latest one."""
+    """The Python block before `block` that the page calls by the script's name, else the last one before `block`."""
     before = [one for one in all_blocks() if one.page == block.page and one.line < block.line]
     scripts = [one for one in before if one.language == "python"]
     assert scripts, f"{block} runs a script: expected a Python block before it on the page, found none"

@@ -1,4 +1,4 @@
-"""Names that a Python block of the documentation may use without making them, since its reader has them.
+"""Names that a Python block of the documentation may use without defining them, since the reader's script has them.
 
 | name | what it is |
 |---|---|
@@ -9,7 +9,7 @@
 | `images`, `labels`, `loader` | a batch of 8 images, and 3 such batches |
 | `micro_batches` | the batch in 4 pieces |
 | `train_loop`, `accuracy` | an object with a `train_loader` and no other loaders, and a number |
-| `train` | a function that ends with the `ReplicaLost` in `lost`, for pages about errors |
+| `train` | a function that raises the `ReplicaLost` in `lost`, for pages about errors |
 | `Module`, `module` | a LightningModule with this model, loss and data, in a block with a `Trainer` |
 | `model`, `dataset` | a model that returns its loss, and its images and labels, in a block with `transformers` |
 | `horovod.torch` | where Horovod is not installed, `rank`, `size` and an optimizer that reduces nothing |

@@ -51,7 +51,7 @@ def cycle(graph: Graph) -> list[str]:
 
 
 def packages(graph: Graph) -> dict[str, set[str]]:
-    """Imports among packages (folders, and single files beside them), without the public `client` and `server`."""
+    """Imports among packages (folders, and the files next to them), without the public `client` and `server`."""
     edges: dict[str, set[str]] = {}
     for module, imported in graph.items():
         if "." in module:

@@ -30,7 +30,7 @@ def test_the_page_names_paths_and_functions():
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_path_on_the_page_is_there(path):
+def test_every_path_on_the_page_exists(path):
     assert (ROOT / path).exists()
 
 

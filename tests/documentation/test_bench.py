@@ -50,7 +50,7 @@ def test_a_busy_machine_is_reported():
     assert "**" not in found(busy=quiet.QUIET).caption
 
 
-def test_the_work_of_our_children_is_not_that_of_others(monkeypatch):
+def test_the_work_of_our_children_does_not_count_as_work_of_others(monkeypatch):
     ticks, ours = iter([(100, 1000), (700, 2000)]), iter([100, 500])
     monkeypatch.setattr(quiet, "_ticks", lambda: next(ticks))
     monkeypatch.setattr(quiet, "_ticks_of_family", lambda: next(ours))

@@ -42,7 +42,7 @@ ROWS = [
 LINK = re.compile(r'\[yes\]\(\.\./(tests/[\w/]*test_\w+\.py) "(test_\w+)"\)')
 
 
-def test_the_configuration_page_has_rows():
+def test_the_features_page_has_rows():
     assert len(ROWS) > 30
 
 

@@ -19,7 +19,7 @@ from documentation.docs_shell import Shell
 from support.launched import free_port
 from support.newer_torch import skip_if_one_is_missing, skip_without_its_library
 
-# `test_readme.py` also runs blocks that train README's script.
+# Without README.md, which `test_readme.py` runs, and without blocks with "bn.socket", which need README's script.
 BLOCKS = [block for block in all_blocks() if ROOT / block.page != README and "bn.socket" not in block.text]
 
 # Why a page has blocks without a language, which do not run.
@@ -44,7 +44,7 @@ def of(language: str) -> pytest.MarkDecorator:
 
 
 def test_every_block_is_tested():
-    tested = {"python", "sh", "toml", "text"}  # of text: the demo's table, by test_examples.py
+    tested = {"python", "sh", "toml", "text"}  # test_examples.py tests the only "text", the demo's table
     for block in BLOCKS:
         assert block.language in tested or (not block.language and block.page in NOTHING_TO_RUN), (
             f"{block} is in the language {block.language!r}, which has no test. Use one of {sorted(tested)}, add a "
@@ -78,7 +78,7 @@ def test_a_toml_block_is_toml(block):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_and_to_tests_that_are_there(page):
+def test_links_lead_to_existing_files_and_tests(page):
     for target, test in re.findall(r'\]\((?!https?:)([^)#\s]+)(?:#[^)\s]*)?(?: "(test_\w+)")?\)', page.read_text()):
         file = page.parent / target
         assert file.exists(), f"{page.name} links to {target}, which is not there"
@@ -114,7 +114,7 @@ def shell(python, environs, server, tmp_path) -> Callable[[Block], Shell]:
 
 @pytest.fixture
 def environs(job) -> Callable[[int], list[dict[str, str]]]:
-    """The environments of so many processes, as torchrun would set them, on a machine without devices."""
+    """Returns the environments of a number of processes, as torchrun would set them, on a machine without devices."""
 
     def of_size(size: int) -> list[dict[str, str]]:
         common = {
@@ -140,7 +140,7 @@ def processes_of(block: Block) -> int:
 
 @pytest.fixture
 def endpoint_of(server, request) -> Callable[[Block], str]:
-    """The endpoint for a block: that of a server with keys if the block has `curve=`."""
+    """The endpoint of the server for a block; the server has keys if the block has `curve=`."""
     return lambda block: request.getfixturevalue("closed_server") if "curve=" in block.text else server.endpoint
 
 

@@ -1,4 +1,4 @@
-"""docs/errors.md describes every error as the code has it."""
+"""docs/errors.md agrees with the code about every error."""
 
 import re
 
@@ -37,14 +37,14 @@ def test_a_section_names_the_fields_that_the_docstring_names(name):
     assert documented(name) == set(text.split(", ")) - {""}
 
 
-def test_both_sorts_of_a_mismatch_are_described_with_their_fields():
+def test_both_kinds_of_a_mismatch_are_described_with_their_fields():
     docstring = " ".join(errors.RoundMismatch.__doc__.split())
     for field in ("expected", "got", "member", "table", "places"):
         assert field in docstring
         assert field in SECTIONS["RoundMismatch"]
 
 
-def test_what_travels_has_the_same_fields_in_the_protocol():
+def test_errors_that_travel_have_the_same_fields_in_the_protocol():
     rows = re.findall(
         r"^\| (\w+) \| (?:yes|no|both) \| (?:.*?) \| (.*?) \|$", (DOCS / "protocol.md").read_text(), re.MULTILINE
     )

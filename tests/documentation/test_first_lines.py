@@ -1,4 +1,4 @@
-"""docs/errors.md promises a short first line, of every error of ours, as Python and the commands print it."""
+"""Every error of ours has a short first line when Python or a command prints it, as docs/errors.md promises."""
 
 import ast
 import traceback

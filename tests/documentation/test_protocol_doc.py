@@ -157,7 +157,7 @@ def frame_of(header: list[Any]) -> bytes:
 
 
 def changed(message: type[messages.Message], field: Field, value: Any) -> bytes:
-    """A frame with one changed field; another field that counts it, or that it counts, is adapted."""
+    """A frame with one changed field. If one of two fields counts the items of the other, both are changed."""
     header = header_of(encode(SAMPLES[message]))
     numbers = {one.name: one.number for one in documented(title_of(message))}
     header[field.number] = value
@@ -201,7 +201,7 @@ def _is_refused(frame: bytes, read: Callable[[bytes], messages.Message]) -> bool
 EVERY_MESSAGE = pytest.mark.parametrize("message", messages.BY_TYPE.values(), ids=lambda message: message.__name__)
 
 
-def test_the_version_is_the_codes():
+def test_the_version_is_that_of_the_code():
     assert re.findall(r"^Protocol version: (.*)$", DOCUMENT, re.MULTILINE) == [str(PROTOCOL_VERSION)]
 
 
@@ -233,7 +233,7 @@ def test_every_message_has_its_fields_in_order(message):
 
 
 @EVERY_MESSAGE
-def test_a_real_frame_has_the_fields_that_are_documented(message):
+def test_a_real_frame_has_the_documented_fields(message):
     header = header_of(encode(SAMPLES[message]))
     assert header[0] == message.type
     assert len(header) - 1 == len(documented(title_of(message)))
@@ -251,7 +251,7 @@ def test_the_server_accepts_exactly_the_messages_directed_to_it(message):
 
 TYPES = {**dict.fromkeys(("u8", "u16", "u32", "u64"), int), "u64s": list, "name": str, "text": str, "names": str}
 TYPES |= {"token": bytes, "integer": int, "float": float, "integers": list, "members": bytes, "map": dict, "key": bytes}
-# A value of another type for each.
+# For each type, a value of another type.
 FOREIGN = {"name": b"x", "text": b"x", "names": b"x", "token": "session0", "integer": True, "float": 5, "integers": 5}
 FOREIGN |= {"members": 5, "map": [], "key": "job"}
 
@@ -271,7 +271,7 @@ def test_every_field_accepts_only_its_type(message):
 
 
 def legal_and_illegal_of_fixed(field: Field) -> Iterator[tuple[bool, Any]]:
-    """As `legal_and_illegal`, for the types that occur only in headers of fixed fields."""
+    """Like `legal_and_illegal`, for the types that occur only in headers of fixed fields."""
     if field.type == "u64s":
         low, high = map(number, re.fullmatch(r"each (.+) to (.+)", field.limits).groups())
         yield from ((True, [low]), (True, [high]), (False, [high + 1]), (False, [2**64 - 1]), (False, []))
@@ -358,7 +358,7 @@ PAST: dict[str, Any] = {"server": b"server-9", "known": Members.of([0, 1]), "res
 
 
 def play(*inputs: messages.Message | bytes, then: Callable[[Dispatcher], Any] = lambda _: ()) -> list[messages.Message]:
-    """Sends messages to a new server; returns the answers to the last one, or those that `then` causes."""
+    """Sends messages to a new server; returns the answers to the last message, or the answers that `then` causes."""
     dispatcher = Dispatcher(b"server-0", 0.0)
     replies: Any = []
     for message in inputs:
@@ -503,7 +503,7 @@ def test_a_round_has_the_documented_states():
         assert round_.state == after
 
 
-def test_deadlines_and_queues_have_the_codes_values():
+def test_deadlines_and_queues_have_the_values_in_the_code():
     whose = {
         "server": [service, master, recovery, deadlock, registry, connections, listener],
         "client": [connect, registration, round_trip, channel_pool],
@@ -515,7 +515,7 @@ def test_deadlines_and_queues_have_the_codes_values():
         assert len(found) > 1 or side != "both", name
 
 
-def test_the_times_of_stack_requests_are_the_codes():
+def test_the_times_of_stack_requests_are_those_in_the_code():
     found = {name: float(value) for name, value in table("Where a member is")}
     of_code = vars(contributor) | vars(hang_probe) | vars(deadlock)
     assert found == {name: of_code[name] for name in found}

@@ -68,7 +68,7 @@ class Bash:
         self.lines: list[str] = []
         self._more = threading.Condition()
         self.process = subprocess.Popen(
-            ["bash", "-c", block.text],  # noqa: S607 - it is where the system has it
+            ["bash", "-c", block.text],  # noqa: S607 - systems have bash in different places
             cwd=self.folder,
             env={name: value for name, value in os.environ.items() if not FOREIGN.match(name)} | own,
             stdin=subprocess.DEVNULL,

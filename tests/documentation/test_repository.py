@@ -58,13 +58,13 @@ def test_links_and_pictures_become_absolute_at_the_tag():
     )
 
 
-def test_the_urls_stand_before_the_scripts():
+def test_the_table_of_urls_precedes_the_table_of_scripts():
     found = with_urls((ROOT / "pyproject.toml").read_text(), "https://host.org/o/n")
     assert '\n[project.urls]\nHomepage = "https://host.org/o/n"\n' in found
     assert 'Issues = "https://host.org/o/n/issues"\n' in found
 
 
-def test_another_kind_of_address_is_refused(tmp_path):
+def test_an_address_that_is_not_https_is_refused(tmp_path):
     command = [sys.executable, ROOT / "scripts/release_metadata.py", tmp_path, "git@host.org:o/n"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -29,7 +29,7 @@ def table(heading: str) -> list[dict[str, str]]:
 DEFENCES = table("Defences")
 
 
-def test_each_attacker_has_what_they_can_see_slow_stop_and_falsify():
+def test_the_threat_model_says_what_each_role_can_see_slow_stop_and_falsify():
     rows = {re.match(r"\*\*(.+?)\*\*", row["who"])[1]: row for row in table("Threat model")}
     assert tuple(rows) == EVERYBODY
     for row in rows.values():

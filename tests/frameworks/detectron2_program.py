@@ -33,7 +33,7 @@ class Network(nn.Module):
 
 
 class Trainer(DefaultTrainer):
-    """As the recipe in docs/frameworks.md, without detectron2's files and evaluation."""
+    """Like the recipe in docs/frameworks.md, without detectron2's files and evaluation."""
 
     @classmethod
     def build_model(cls, cfg):

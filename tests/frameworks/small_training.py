@@ -1,4 +1,4 @@
-"""A small training: each framework runs it in two processes, `test_frameworks.py` in one process on the whole batch."""
+"""A training that each framework runs in two processes, and `test_frameworks.py` in one process on the whole batch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ State = dict[str, torch.Tensor]
 
 
 def network(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> nn.Sequential:
-    """In float64, so that differences are not rounding errors."""
+    """Returns a network in float64, so that differences are not rounding errors."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), norm(4), nn.Tanh(), nn.Conv2d(4, 3, 2), norm(3), nn.Flatten(), nn.Linear(27, 2)

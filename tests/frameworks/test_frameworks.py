@@ -1,4 +1,4 @@
-"""Each recipe of docs/frameworks.md with the real library: two processes train like one on the whole batch."""
+"""Each recipe of docs/frameworks.md with the real library: two processes train like one process on the whole batch."""
 
 import importlib.util
 import os
@@ -37,7 +37,7 @@ FRAMEWORKS = {
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_two_processes_train_as_one_on_the_whole_batch(name, tmp_path):
+def test_two_processes_train_like_one_process_on_the_whole_batch(name, tmp_path):
     framework = FRAMEWORKS[name]
     for package in framework.needs:
         if importlib.util.find_spec(package) is None:

@@ -63,11 +63,11 @@ def with_our_name(name):
     return module
 
 
-def test_the_tests_pass():
+def test_the_tests_of_the_library_pass():
     assert not failed()
 
 
-def test_they_fail_without_synchronisation(monkeypatch):
+def test_tests_of_the_library_fail_without_synchronisation(monkeypatch):
     for dimensions in ("1d", "2d"):
         monkeypatch.setattr(client, f"SynchronizedBatchNorm{dimensions}", getattr(nn, f"BatchNorm{dimensions}"))
     assert set(failed()) == OF_REPLICAS_IN_TRAINING

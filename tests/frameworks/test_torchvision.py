@@ -45,7 +45,7 @@ def whole(tmp_path_factory):
     return found
 
 
-def test_two_processes_train_as_one_on_the_whole_batch(tmp_path, whole):
+def test_two_processes_train_like_one_process_on_the_whole_batch(tmp_path, whole):
     first, second = train(tmp_path / "run", 2)
     assert len(first["steps"]) == STEPS
     torch.testing.assert_close(first, second, rtol=0, atol=0)

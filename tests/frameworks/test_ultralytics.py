@@ -47,7 +47,7 @@ def weights(state):
     return {name: value for name, value in state.items() if name.endswith((".weight", ".bias"))}
 
 
-def test_two_processes_train_as_one_and_checkpoints_are_plain(tmp_path):
+def test_two_processes_train_like_one_process_and_checkpoints_have_torchs_layers(tmp_path):
     first, second = train(tmp_path)
     for found in (first, second):
         whole = found["whole"]

@@ -1,11 +1,11 @@
-"""What timm's `train.py --sync-bn` does, with its layers and its optimizer: torchrun timm_program.py DIR."""
+"""The steps of timm's `train.py --sync-bn`, with timm's layers and optimizer: torchrun timm_program.py DIR."""
 
 from pathlib import Path
 
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-# The recipe's line; train.py calls it by this name.
+# The recipe imports `convert_model` under the name that train.py calls.
 from client import connect
 from client import convert_model as convert_sync_batchnorm
 from frameworks import small_training as training

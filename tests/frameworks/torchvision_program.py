@@ -32,8 +32,8 @@ models: list["Parallel"] = []
 class Parallel(nn.parallel.DistributedDataParallel):
     """Leaves out the list of GPUs, which torch refuses for a model on the CPU, and keeps each step's statistics.
 
-    In the script's evaluation after each epoch the wrapper gives all ranks rank 0's statistics, so the last ones would
-    not show a difference.
+    In the script's evaluation after each epoch the wrapper gives all ranks rank 0's statistics, so the statistics at
+    the end would not show a difference.
     """
 
     def __init__(self, module, device_ids=None):  # noqa: ARG002

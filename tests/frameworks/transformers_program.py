@@ -13,7 +13,7 @@ from programs.ddp_programs import end_without_teardown
 
 
 class Network(nn.Module):
-    """Returns its loss, as the trainer wants."""
+    """Returns its loss, as the trainer expects."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A play: bytes that become peers' frames to a server without a socket, mostly sound ones with changes, and time."""
+"""A play: bytes that stand for peers' frames to the pure server (mostly sound frames with changes) and for time."""
 
 from collections.abc import Iterator
 
@@ -19,8 +19,7 @@ from statsd_bn.wire import decode, encode
 # Longer plays find nothing that shorter ones do not.
 MOST_TURNS = 64
 
-# A strict job, and an elastic one.
-JOBS = {"strict": 0, "elastic": 1}
+JOBS = {"strict": 0, "elastic": 1}  # `min_members` of a strict job and of an elastic one
 GROUP = "world"
 WORLD = 2
 

@@ -27,7 +27,7 @@ def test_the_valid_frames_cover_every_message_of_a_member():
     assert len(BY_TYPE) == 20
 
 
-def test_random_plays_get_far(monkeypatch):
+def test_random_plays_reach_all_ends_of_rounds_and_gathers(monkeypatch):
     done = failed = bad = gathers = 0
     reduce = master.reduce_round
 

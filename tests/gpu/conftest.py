@@ -1,4 +1,4 @@
-"""Devices of these tests: the CPU, and a GPU where there is one. Of pytest's plug-ins only pytest-timeout is needed."""
+"""Devices of these tests: the CPU, and a GPU if there is one. They need no plug-in of pytest but pytest-timeout."""
 
 import pytest
 import torch
@@ -22,6 +22,6 @@ def inexact_sums_of_many(request: pytest.FixtureRequest, device: str) -> None:
 
 @pytest.fixture
 def infinity_in_a_moving_mean(request: pytest.FixtureRequest, device: str) -> None:
-    """Expects that torch's kernel may make NaN of infinity: it moves a mean by each value's distance from it."""
+    """Expects that torch's kernel may turn infinity into NaN: it moves a mean by a value's distance from the mean."""
     if device == "cuda":
         request.applymarker(pytest.mark.xfail(reason="torch's kernel makes NaN of infinity in its moving mean"))

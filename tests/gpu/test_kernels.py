@@ -1,4 +1,4 @@
-"""The tests of the kernels with CUDA's operators; in `tests/unit/client/test_kernels.py` the CPU stands in for them."""
+"""The tests of `tests/unit/client/test_kernels.py`, run here with CUDA's own operators."""
 
 import functools
 

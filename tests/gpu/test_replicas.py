@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("run", RUNS)
-def test_the_host_waits_for_no_device_and_the_numbers_are_those_of_the_host(device, run, options):
+def test_the_host_waits_for_no_device_and_results_equal_those_of_the_host(device, run, options):
     assert_equal(on(device, run, options), training(run, options), 1e-4)
 
 

@@ -57,7 +57,7 @@ def launch():
 
 @pytest.fixture
 def _fused_as_on_cuda(monkeypatch):
-    """Has the interpreter round a fused multiply-add once; before Triton 3.9 it rounds the product too."""
+    """Makes the interpreter round a fused multiply-add once; before Triton 3.9 it rounds the product too."""
     if IS_INTERPRETED:
         interpreter = importlib.import_module("triton.runtime.interpreter")
 
@@ -79,7 +79,7 @@ def _splits(request, monkeypatch, launch):
 
 @contextmanager
 def kernels(*, are_used=True):
-    """Has Triton's kernels serve all inputs whose type they support, or none; yields the exchanges that used them."""
+    """Lets Triton's kernels serve all inputs of supported types, or no input; yields the exchanges with kernels."""
     made, normalise = [], TritonExchange.normalise
 
     def noted(exchange, *given):
@@ -106,7 +106,7 @@ def layer_of(channels, **options):
     ("layout", "dtype"),
     [
         *((layout, dtype) for layout in ("contiguous", "channels_last", "2-D") for dtype in TYPES),
-        # The kernels get a dense copy of these, so one type suffices.
+        # The kernels get a dense copy of tensors in the next two layouts, so one type suffices.
         *((layout, torch.float32) for layout in ("contiguous gradient", "with gaps")),
     ],
 )
@@ -233,7 +233,7 @@ def test_too_few_values_and_values_that_are_not_finite_are_reported(caplog):
     assert output[:, :3].isfinite().all()
 
 
-def test_a_batch_that_is_refused_moves_nothing(monkeypatch):
+def test_a_refused_batch_changes_no_running_statistics(monkeypatch):
     monkeypatch.setenv("STATSD_BN_ON_NONFINITE", "raise")
     layer, x = layer_of(4), torch.full((6, 4), torch.inf, device=DEVICE)
     with kernels(), pytest.raises(NonFinite):
@@ -271,7 +271,7 @@ def test_a_call_keeps_no_rows_of_other_ranks():
 
 
 @pytest.mark.parametrize("shape", [(2**31, 1), (1, 2**16, 128)])
-def test_inputs_of_more_programs_than_cuda_takes_are_left_to_torchs_operators(launch, shape):
+def test_the_kernels_refuse_inputs_that_need_more_programs_than_cuda_can_launch(launch, shape):
     assert not launch.fits(torch.empty(shape, device="meta"))
 
 
@@ -348,7 +348,7 @@ def test_results_are_those_of_torchs_operators(run, options):
 
 
 @pytest.mark.parametrize(("samples", "launches"), [(6, [3, 3]), (6000, [4, 4])])
-def test_kernels_launched(launch, samples, launches):
+def test_number_of_launched_kernels(launch, samples, launches):
     layer, x, found = layer_of(4), torch.randn(samples, 4, device=DEVICE, requires_grad=True), []
     with kernels(), mock.patch.object(launch, "_launch", wraps=launch._launch) as launched:
         output = layer(x)

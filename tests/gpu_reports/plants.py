@@ -1,4 +1,4 @@
-"""Faults that a step of the GPU report must find: context managers, which the step's process enters."""
+"""Faults that a step of the GPU report must find, as context managers that the step's process enters."""
 
 import itertools
 import os
@@ -52,7 +52,7 @@ def wrong_sum() -> Iterator[None]:
 
 @contextmanager
 def rows_over_host() -> Iterator[None]:
-    """Rows leave their device although they need not."""
+    """Rows are copied to the host although they could stay on their device."""
     with mock.patch.object(device_rows, "gathers_on_devices", return_value=False):
         yield
 

@@ -45,7 +45,7 @@ def source(line: str) -> str:
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    """Makes a step from a module's text, in a new file: Python's cache confuses files of equal length and second."""
+    """Makes a step from a module's text, in a new file: Python's cache mixes up files of the same length and second."""
     numbers = itertools.count()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *PATHS]))
     monkeypatch.syspath_prepend(tmp_path)
@@ -77,7 +77,7 @@ def _signals():
     signal.signal(signal.SIGTERM, before)
 
 
-def test_no_step_stops_the_others(plan, report, monkeypatch):
+def test_a_step_that_fails_does_not_stop_other_steps(plan, report, monkeypatch):
     monkeypatch.setattr(runner, "SPARE_SECONDS", 0.0)
     faulty = [plan(name, source(line), 1.0 if name == "hangs" else 30.0) for name, (line, _) in FAULTS.items()]
     # The step that hangs comes first, and uses up the time.
@@ -93,7 +93,7 @@ def test_no_step_stops_the_others(plan, report, monkeypatch):
     assert "Failed: **one is two**\n\n```text\ngot 1\n```" in text
 
 
-def test_at_its_limit_a_step_leaves_its_records_and_nothing_else(plan, report, tmp_path, monkeypatch):
+def test_a_step_that_reaches_its_limit_leaves_its_records_and_no_process(plan, report, tmp_path, monkeypatch):
     left = tmp_path / "left"
     child = f"import os, time; open({str(left)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     text = source(f"import subprocess; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()")
@@ -102,7 +102,7 @@ def test_at_its_limit_a_step_leaves_its_records_and_nothing_else(plan, report, t
         def wait(self, timeout=None):
             if timeout == runner.KILL_SECONDS:
                 return super().wait(timeout)
-            # Has the limit expire only once the child runs, however busy the machine is.
+            # The limit expires only once the child runs, however busy the machine is.
             wait_until(lambda: left.exists() and left.read_text())
             raise subprocess.TimeoutExpired("step", timeout)
 
@@ -228,7 +228,7 @@ def test_each_test_that_fails_on_a_gpu_is_a_failed_check(plan, report, tmp_path)
     [(0.0, 0.0, [70.0, 100.0, 110.0]), (0.0, 1000.0, [70.0, 30.0, 10.0]), (-100.0, 0.0, [50.0, 30.0, 10.0])],
     ids=["ends at once", "runs to its limit", "starts late"],
 )
-def test_a_step_has_its_share_and_what_earlier_ones_have_left(monkeypatch, begun, lasts, expected):
+def test_a_step_has_its_share_and_the_time_that_earlier_steps_have_left(monkeypatch, begun, lasts, expected):
     now, limits = [0.0], []
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(runner, "SPARE_SECONDS", 40.0)
@@ -250,9 +250,9 @@ def on_path() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("status", "has"),
     [(0, True), (program.NO_DEVICE, False), (-11, True), (1, True)],
-    ids=["yes", "no", "crash", "error"],
+    ids=["a device", "no device", "crash", "error"],
 )
-def test_only_a_torch_that_says_so_has_no_device(monkeypatch, status, has):
+def test_a_device_is_missing_only_if_torch_says_so(monkeypatch, status, has):
     monkeypatch.setattr(program.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=status))
     assert program.has_device() is has
 
@@ -262,7 +262,7 @@ def event(name, begin, end, device=DeviceType.CPU, is_user_annotation=False):
     return SimpleNamespace(name=name, time_range=span, device_type=device, is_user_annotation=is_user_annotation)
 
 
-def test_launches_copies_and_waits_are_those_of_the_runs():
+def test_counts_are_per_run_and_leave_out_what_the_profiler_adds():
     host = [
         event("cudaDeviceSynchronize", 0, 5),
         event(measuring.RANGE, 10, 100),

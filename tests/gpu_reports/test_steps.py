@@ -51,7 +51,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize(("name", "spoil"), SPOILT.values(), ids=SPOILT)
-def test_what_is_not_within_the_bounds_is_named(name, spoil):
+def test_a_result_outside_of_its_bounds_is_named(name, spoil):
     given = sample(torch.bfloat16)
     found = of_torch(*given)
     found[name] = spoil(found[name])
@@ -60,7 +60,7 @@ def test_what_is_not_within_the_bounds_is_named(name, spoil):
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_a_result_that_is_missing_is_named():
+def test_a_missing_result_is_named():
     given = sample()
     found = of_torch(*given)
     del found["bias gradient"]
@@ -71,7 +71,7 @@ def test_a_result_that_is_missing_is_named():
 @pytest.mark.parametrize(
     "other", [torch.tensor([0.0, -0.0]), torch.zeros(2, dtype=torch.float64), torch.zeros(2, 1)], ids=str
 )
-def test_bits_tell_signs_of_zero_types_and_shapes_apart(other):
+def test_bits_differ_if_the_type_the_shape_or_the_sign_of_a_zero_differs(other):
     assert reference.bits(torch.zeros(2)) == reference.bits(torch.zeros(2))
     assert reference.bits(other) != reference.bits(torch.zeros(2))
 

@@ -30,7 +30,7 @@ def recipe(server, tmp_path_factory):
 @pytest.fixture
 def whole_batch(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
-    import digits  # noqa: PLC0415 - the examples are no package, and on the path only here
+    import digits  # noqa: PLC0415 - examples/ is no package, and on the path only here
 
     images, _ = digits.load()
     model = digits.network()

@@ -13,7 +13,7 @@ PROGRAMS = TESTS / "programs" / "anywhere_programs.py"
 STEPS = 5  # as in PROGRAMS; an import would take a second
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", PROGRAMS)
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # torchrun twice, on a busy machine
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # a test may start torchrun twice, on a busy machine
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_under_torchrun_ddps_broadcast_of_buffers_changes_no_bit(start):
 
 @pytest.mark.long
 @needs("fully_shard")
-def test_under_torchrun_sharded_training_is_the_same_to_the_bit_whether_ranks_are_asked_or_not(start):
+def test_under_torchrun_stack_requests_change_no_bit_of_sharded_training(start):
     lines = start(*TORCHRUN, "sharded,flat")
     without_stacks = start(*TORCHRUN, "sharded,flat", STATSD_BN_STACKS="0")
     for program in ("sharded", "flat"):

@@ -45,7 +45,7 @@ def endpoint(folder) -> Iterator[str]:
         yield server.endpoint
 
 
-def test_it_serves_where_a_server_py_lies(endpoint, folder):
+def test_it_serves_in_a_folder_that_has_a_server_py(endpoint, folder):
     assert endpoint.startswith("ipc://")
     assert run(*command("check", endpoint), cwd=folder, **PATH).returncode == 0
 
@@ -57,7 +57,7 @@ def test_no_arguments_print_the_help(folder):
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["status", "--json"]])
-def test_a_reader_that_has_had_enough_is_no_error(endpoint, folder, arguments):
+def test_a_closed_pipe_at_stdout_is_no_error(endpoint, folder, arguments):
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -67,7 +67,7 @@ def test_a_reader_that_has_had_enough_is_no_error(endpoint, folder, arguments):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_status_is_watched_until_ctrl_c(endpoint, folder):
+def test_status_watch_runs_until_ctrl_c(endpoint, folder):
     watching = subprocess.Popen(command("status", "--watch", endpoint), stdout=subprocess.PIPE, **in_folder(folder))
     lines = [watching.stdout.readline() for _ in range(6)]
     watching.send_signal(signal.SIGINT)

@@ -64,7 +64,7 @@ def test_a_newcomer_to_an_elastic_job_may_have_a_rank_beyond_world_size():
     assert resolve({}, world_size=4, rank=7, policy="elastic").member.rank == 7
 
 
-def test_without_an_endpoint_and_a_server_of_this_user_it_is_an_error(monkeypatch, tmp_path):
+def test_with_neither_an_endpoint_nor_a_server_of_this_user_connect_raises(monkeypatch, tmp_path):
     monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(launch, "FIND_SECONDS", 0.0)
@@ -105,7 +105,7 @@ def test_no_server_at_the_endpoint_is_an_error_that_names_it(monkeypatch, tmp_pa
         client.connect(endpoint)
 
 
-def test_it_does_not_wait_longer_than_seconds_for_a_server():
+def test_connect_waits_at_most_10_seconds_for_a_server():
     assert registration.ANSWER_SECONDS <= 10
 
 
@@ -117,7 +117,7 @@ def test_connect_waits_for_all_members_and_names_the_missing_ones():
     assert master.dispatcher.report(0.0)["groups"] == []
 
 
-def test_the_group_has_its_own_time_to_fill(server, job):
+def test_join_timeout_limits_the_wait_for_the_group_to_fill(server, job):
     with pytest.raises(errors.GroupIncomplete, match=r"rank 1 did not connect within 0.2 s"):
         client.connect(server.endpoint, job=job, world_size=2, round_timeout=50.0, join_timeout=0.2)
 
@@ -165,7 +165,7 @@ OSError: truncated file
         (errors.ReplicaLost("rank 1 is lost\n  in job 'x'"), "ReplicaLost: rank 1 is lost"),
     ],
 )
-def test_the_cause_for_the_others_is_the_class_and_text(error, cause):
+def test_the_cause_sent_to_the_others_is_the_class_and_text_of_the_error(error, cause):
     assert registration.cause_of(error) == cause
 
 
@@ -207,7 +207,7 @@ def test_an_exception_in_one_member_reaches_the_others_with_its_cause(members):
         assert survivor.fields["member"] == 1
 
 
-def test_a_master_that_falls_silent_is_given_up_after_the_deadline(monkeypatch):
+def test_a_silent_server_is_given_up_after_the_deadline(monkeypatch):
     monkeypatch.setattr(round_trip, "GRACE_SECONDS", 0.1)
     master = MemoryMaster()
     connection = master.connect(0, 1, round_timeout=0.1)
@@ -218,7 +218,7 @@ def test_a_master_that_falls_silent_is_given_up_after_the_deadline(monkeypatch):
 
 
 def test_a_forked_child_must_not_use_its_parents_connection(server, job):
-    """DataLoader workers inherit sockets; a child that used them would corrupt the parent's."""
+    """DataLoader workers inherit sockets; a child that used them would corrupt the parent's messages."""
     with client.connect(server.endpoint, job=job, round_timeout=30.0) as connection:
         text = _result_in_forked_child(lambda: client.SlavePipe(connection, "bn").run_slave(ROW), connection.close)
         assert "cannot use its connection" in text
@@ -259,7 +259,7 @@ def _result_in_forked_child(program, end):
     return result
 
 
-def test_it_counts_rounds_and_times_them():
+def test_a_connection_counts_and_times_its_rounds():
     def exchange(connection):
         connection.group("local")  # the gather of machine IDs does not count
         assert connection.median_round_trip == 0.0
@@ -277,7 +277,7 @@ def test_it_counts_rounds_and_times_them():
         assert metrics["statsd_bn/non_finite"] == 0
 
 
-def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_refused(server, job):
+def test_restarted_processes_replace_the_former_ones_and_a_former_epoch_is_refused(server, job):
     """A server that outlives a worker group of `torchrun --max-restarts`."""
 
     def connect(restarts):

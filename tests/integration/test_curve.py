@@ -72,7 +72,7 @@ def names(service: Service, keys: ClientKeys) -> list[str]:
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
-def test_members_with_keys_of_their_own_meet(serve, keys, tmp_path, scheme):
+def test_members_with_different_keys_meet(serve, keys, tmp_path, scheme):
     service = serve("tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{tmp_path}/s", curve=keys)
 
     def member(number: int, name: str) -> float:
@@ -141,7 +141,7 @@ def test_an_idle_members_heartbeats_go_over_a_socket_with_keys(service, keys):
         wait_until(lambda: ask(service.endpoints[0], keys=alice)["received"] - before > next(queries), 10.0)
 
 
-def test_a_key_tied_to_jobs_joins_no_other_and_sees_no_other(serve, keys):
+def test_a_key_for_certain_jobs_can_join_and_see_only_these_jobs(serve, keys):
     generate(keys, ["carol"], ["carol-*"])
     service = serve(curve=keys)
     alice, carol = (load_client(secret(keys, name)) for name in ("alice", "carol"))
@@ -166,7 +166,7 @@ def test_a_revoked_key_ends_its_members_at_once_and_the_others_hear_why(service,
         error = waiting.result(REFUSED_SECONDS)
     assert isinstance(error, ReplicaLost)
     assert (error.fields["member"], error.fields["cause"]) == (1, "its key was revoked")
-    # Its open connections receive only that error, and it cannot open a new one.
+    # Bob's open connection receives only AuthenticationRefused, and bob cannot open a new connection.
     assert isinstance(outcome(lambda: client.SlavePipe(cut, "bn").run_slave(rows(1.0))), AuthenticationRefused)
     assert isinstance(outcome(lambda: join(endpoint, bob)), AuthenticationRefused)
     for connection in (kept, cut):
@@ -175,7 +175,7 @@ def test_a_revoked_key_ends_its_members_at_once_and_the_others_hear_why(service,
         pass
 
 
-def test_a_key_that_is_exchanged_under_its_name_is_revoked(service, keys, tmp_path):
+def test_a_key_whose_file_is_replaced_is_revoked(service, keys, tmp_path):
     bob = load_client(secret(keys, "bob"))
     with join(service.endpoints[0], bob) as connection:
         generate(tmp_path / "new", ["bob"])
@@ -239,14 +239,14 @@ def test_refused_connections_are_counted(service, keys, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
-def test_a_check_with_the_servers_folder_is_no_refused_connection(serve, keys, tmp_path, monkeypatch, capsys, scheme):
+def test_a_check_with_the_servers_keys_counts_no_refused_connection(serve, keys, tmp_path, monkeypatch, capsys, scheme):
     service = serve("tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{tmp_path}/s", curve=keys)
     endpoint, alice = service.endpoints[0], load_client(secret(keys, "alice"))
     service.reload()
     monkeypatch.setenv("STATSD_BN_CURVE", str(keys))
     assert [command.main(["check", endpoint]) for _ in range(3)] == [0] * 3
     time.sleep(2 * POLL_SECONDS)
-    # Counted before a member joins, since one that ends may break off the handshake of its second socket.
+    # Counted before a member joins, since a member that ends may break off the handshake of its second socket.
     assert ask(endpoint, keys=alice)["refused_connections"] == 0
     with join(endpoint, alice, job="alice-1"):
         assert command.main(["status", endpoint]) == 0
@@ -255,7 +255,7 @@ def test_a_check_with_the_servers_folder_is_no_refused_connection(serve, keys, t
             join(endpoint, load_query_keys(str(keys)), job="alice-1")
 
 
-def test_a_check_without_a_key_is_one_refused_connection(service, keys, caplog):
+def test_a_check_without_a_key_counts_one_refused_connection(service, keys, caplog):
     caplog.set_level("INFO", "statsd_bn.server")
     endpoint, alice = service.endpoints[0], load_client(secret(keys, "alice"))
     assert [command.main(["check", endpoint]) for _ in range(3)] == [0] * 3
@@ -272,7 +272,7 @@ def test_a_check_with_a_key_fails_where_the_servers_loop_hangs(keys, monkeypatch
     assert "no answer" in capsys.readouterr().err
 
 
-def test_a_revocation_beside_a_file_that_is_not_sound_takes_effect(service, keys, caplog):
+def test_a_revocation_takes_effect_despite_invalid_key_files(service, keys, caplog):
     caplog.set_level("INFO", "statsd_bn.server")
     generate(keys, ["carol"])
     service.reload()
@@ -307,7 +307,7 @@ def test_keys_that_cannot_be_listed_stay_as_they_were(service, keys, caplog):
 
 
 @pytest.mark.parametrize(("of", "function"), [(os, "open"), (Path, "iterdir")])
-def test_a_revocation_waits_for_a_descriptor_and_ends_no_other_key(service, keys, caplog, monkeypatch, of, function):
+def test_a_reload_without_descriptors_is_retried_and_keeps_other_keys(service, keys, caplog, monkeypatch, of, function):
     caplog.set_level("INFO", "statsd_bn.server")
     alice, bob = (load_client(secret(keys, name)) for name in ("alice", "bob"))
     endpoint, original, left = service.endpoints[0], getattr(of, function), [3]
@@ -328,7 +328,7 @@ def test_a_revocation_waits_for_a_descriptor_and_ends_no_other_key(service, keys
         assert len(names(service, alice)) == 1
 
 
-def test_no_connection_is_taken_over_by_its_routing_id(service, keys):
+def test_no_peer_takes_over_a_connection_by_claiming_its_routing_id(service, keys):
     with zmq.Context() as context, ExitStack() as stack:
         dealers = []
         for name in ("alice", "bob"):
@@ -346,7 +346,7 @@ def test_no_connection_is_taken_over_by_its_routing_id(service, keys):
             while answer is None or isinstance(answer, Registered):
                 assert dealer.poll(WAIT_SECONDS * 1000)
                 answer = decode(dealer.recv())
-            # ZeroMQ may have accepted the routing id that the peer claims; then the server closes that connection.
+            # If ZeroMQ has accepted the routing id that the peer claims, the server closes that connection.
             assert answer.code in {"unknown_session", "protocol"}
 
 
@@ -378,7 +378,7 @@ class Command(Launched):
             super().__exit__()
 
 
-def test_a_hangup_lets_a_new_key_in_and_nothing_secret_is_logged(keys, tmp_path):
+def test_sighup_accepts_a_new_key_and_no_secret_is_logged(keys, tmp_path):
     with Command(tmp_path, "--curve", str(keys)) as command:
         generate(keys, ["carol"])
         carol = load_client(secret(keys, "carol"))
@@ -407,7 +407,7 @@ def test_other_machines_may_reach_a_server_with_keys_without_a_warning(keys, tmp
     assert "WARNING" not in command.errors
 
 
-def test_a_hangup_while_the_folder_of_public_keys_is_away_revokes_none(keys, tmp_path):
+def test_sighup_without_the_folder_of_public_keys_revokes_no_key(keys, tmp_path):
     alice = load_client(secret(keys, "alice"))
     with Command(tmp_path, "--curve", str(keys)) as command, join(command.endpoint, alice) as connection:
         (keys / "clients").rename(keys / "away")

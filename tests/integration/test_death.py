@@ -1,4 +1,4 @@
-"""Processes that are killed, frozen or busy, seen by the surviving ones through a real server."""
+"""What the other ranks learn from a real server when a rank is killed, frozen or busy."""
 
 import os
 import signal

@@ -38,7 +38,7 @@ def step(members, value=1.0):
     return totals[0]
 
 
-def test_it_opens_when_all_initial_members_are_there(world):
+def test_the_group_opens_when_all_initial_members_are_there(world):
     assert step(world.members) == ([0, 1, 2, 3], 10.0)
     alone = PureWorld(0, 1)
     alone.world_size = 2
@@ -119,7 +119,7 @@ def test_with_too_few_members_the_rest_wait_for_newcomers(world):
     assert step([survivor, newcomer]) == ([0, 1], 3.0)
 
 
-def test_with_too_few_members_the_rest_wait_until_the_deadline_and_are_no_mismatch(world):
+def test_with_too_few_members_the_rest_time_out_at_the_deadline(world):
     survivor = world.members[0]
     world.kill(*world.members[1:])
     survivor.forward(5.0)
@@ -147,7 +147,7 @@ def test_a_lost_member_gets_an_error_and_may_join_again(world):
     assert step([*others, again]) == ([0, 1, 2, 3], 10.0)
 
 
-def test_a_round_without_a_member_is_no_answer_to_it(world):
+def test_a_member_refuses_an_aggregate_without_its_own_rows(world):
     """No rank normalises with statistics that leave its own slice out."""
     forward(world.members[:3], 1.0)
     world.kill(world.members[3])
@@ -181,10 +181,10 @@ def test_newcomers_join_the_world_only():
     assert "new ranks can join only the group 'world'" in str(error)
 
 
-# Restarts of the master.
+# Restarts of the server.
 
 
-def test_the_survivors_continue_with_a_restarted_master(world):
+def test_the_survivors_continue_with_a_restarted_server(world):
     step(world.members)
     world.kill(world.members[2])
     old = [world.members[n] for n in (0, 1, 3)]
@@ -196,7 +196,7 @@ def test_the_survivors_continue_with_a_restarted_master(world):
     assert world.join(2).registered.first_step == 3
 
 
-def test_a_member_that_died_with_the_master_is_waited_for_briefly(world):
+def test_a_member_that_died_with_the_server_is_waited_for_briefly(world):
     step(world.members)
     dead, old = world.members[3], world.members[:3]
     world.silent.add(dead)
@@ -213,7 +213,7 @@ def test_a_member_that_died_with_the_master_is_waited_for_briefly(world):
     assert "registered too late" in str(dead.latest(ReplicaLost))
 
 
-def test_a_round_whose_answer_only_one_member_got_has_the_same_answer_again(world):
+def test_after_a_restart_all_get_the_answer_that_one_member_has_received_before(world):
     for member in world.members:
         member.forward(float(member.number))
     ahead, behind = world.members[0], world.members[1:3]
@@ -253,7 +253,7 @@ def test_a_member_that_leaves_during_recovery_is_not_waited_for(world):
 
 
 def test_an_initial_member_unaware_of_the_opening_starts_with_the_others():
-    """The master died while announcing the opening: one member knows that the group is open, the other starts anew."""
+    """The server died while it announced the opening: one member knows of the opening, the other registers anew."""
     world = PureWorld(2, 1)
     informed = world.members[0]
     world.silent.update(world.members)
@@ -324,7 +324,7 @@ def test_a_member_lost_before_the_restart_stays_lost():
     assert step([ahead]) == ([0], 1.0)
 
 
-def test_a_member_that_waits_for_a_quorum_is_not_blamed():
+def test_a_member_that_waits_for_min_members_is_not_reported_missing():
     world = PureWorld(3, 3)
     step(world.members)
     world.kill(*world.members[1:])
@@ -338,7 +338,7 @@ def test_a_member_that_waits_for_a_quorum_is_not_blamed():
     assert error.fields["missing"] == []
 
 
-def test_a_member_failed_during_recovery_is_not_waited_for():
+def test_a_member_that_fails_during_recovery_is_not_waited_for():
     world = PureWorld(2, 1)
     first, second = world.members
     world.restart()
@@ -350,7 +350,7 @@ def test_a_member_failed_during_recovery_is_not_waited_for():
     assert second.total == ([1], 1.0)
 
 
-def test_the_only_member_of_an_elastic_job_may_get_company(server, job):
+def test_the_only_member_of_an_elastic_job_still_sends_its_rows(server, job):
     layer = client.convert_model(torch.nn.BatchNorm1d(2))
     given = {"job": job, "policy": "elastic", "round_timeout": 20.0}
     with client.connect(server.endpoint, rank=0, world_size=1, **given) as connection:
@@ -362,7 +362,7 @@ def test_the_only_member_of_an_elastic_job_may_get_company(server, job):
 
 
 @pytest.mark.parametrize("kind", [Exchange, *([NativeExchange] if native.core else [])])
-def test_lost_between_forward_and_backward_the_gradient_is_that_of_the_survivors_loss(kind):
+def test_after_a_loss_between_forward_and_backward_the_gradient_is_that_of_the_survivors_loss(kind):
     generator = torch.Generator().manual_seed(3)
     xs = [torch.randn(size, 3, 4, generator=generator, dtype=torch.float64) for size in (2, 5, 3)]
     factors = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in xs]
@@ -390,10 +390,10 @@ def test_lost_between_forward_and_backward_the_gradient_is_that_of_the_survivors
     expected = whole.grad.split([len(x) for x in xs])
     for number in (0, 2):
         torch.testing.assert_close(gradients[number], expected[number], rtol=0, atol=1e-13)
-    assert expected[1].abs().max() > 0.01, "the lost member's slice had a gradient too, which is not needed"
+    assert expected[1].abs().max() > 0.01, "the survivors' loss depends on the lost member's slice, too"
 
 
-def test_a_newcomer_across_two_masters_starts_after_the_others():
+def test_a_newcomer_that_registers_between_two_restarts_starts_after_the_others():
     world = PureWorld(2, 1)
     forward(world.members, 1.0)
     world.restart()
@@ -443,7 +443,7 @@ def test_after_a_kill_and_with_a_newcomer_all_end_with_the_same_bits_and_no_samp
         # Members commit after batches 3, 6 and so on, so the kill undoes the work since batch 6.
         killed.wait_for_batch(8)
         killed.process.kill()
-        # By then the other two know of the kill.
+        # At batch 20 the other two know of the kill.
         first.wait_for_batch(20)
         newcomer.go()
         results = [member.result() for member in (first, third, newcomer)]

@@ -34,7 +34,7 @@ def virtual():
     return dict(zip(NAMES, gradient_programs.as_virtual_replicas(), strict=True))
 
 
-def test_members_equal_the_whole_batch_and_take_no_round_too_many(members, expected):
+def test_members_equal_the_whole_batch_and_need_no_extra_round(members, expected):
     programs = zip(*members(3, gradient_programs.as_member), strict=True)
     for name, results in zip(NAMES, programs, strict=True):
         assert_equal(joined([result for result, _ in results]), expected[name], 1e-10)

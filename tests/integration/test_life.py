@@ -1,4 +1,4 @@
-"""Modules that are copied, pickled, saved, shared, moved, averaged or forked still equal one on the whole batch."""
+"""Modules that are copied, pickled, saved, shared, moved, averaged or forked train as a module on the whole batch."""
 
 import copy
 import pickle
@@ -38,7 +38,7 @@ def test_only_one_member_need_have_renewed_its_model(members):
         assert_equal(found, expected, TOLERANCE)
 
 
-def test_an_average_of_the_model_in_eval_never_sends(members):
+def test_an_averaged_model_in_eval_sends_nothing(members):
     expected, expected_outputs, _ = life_programs.train_with_averages(None)
     found = members(2, life_programs.train_with_averages)
     for state, _, rounds in found:
@@ -51,7 +51,7 @@ def test_an_average_of_the_model_in_eval_never_sends(members):
 
 
 @pytest.mark.parametrize("transport", HOST_TRANSPORTS)
-def test_forked_workers_load_and_evaluate_and_leave_the_connection_of_their_parent_alone(over, transport):
+def test_forked_workers_load_and_evaluate_without_their_parents_connection(over, transport):
     expected, expected_output = life_programs.train_with_a_plain_loader()
     found = over(transport, 2, life_programs.train_with_forked_workers)
     for state, _, errors, process in found:
@@ -75,7 +75,7 @@ def test_after_conversion_it_moves_as_torchs_layer_does(target):
     }
 
 
-def test_a_pickle_holds_what_the_layer_is_and_not_the_connection(server, job):
+def test_a_pickle_holds_the_layers_settings_and_no_connection(server, job):
     layer = client.SynchronizedBatchNorm2d(3, eps=1e-3, momentum=None, affine=False, eps_mode="clamp").eval()
     layer.layer_name = "stem.bn"
     without = pickle.dumps(layer)

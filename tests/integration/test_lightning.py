@@ -64,7 +64,7 @@ def test_the_training_changes_every_weight_that_learns():
         assert name in {"3.bias", "6.bias"} or (value - before[name]).abs().max() > 1e-3, name
 
 
-def test_the_model_is_synchronised_while_fit_runs_and_torchs_before_and_after(found):
+def test_the_model_is_synchronised_only_while_fit_runs(found):
     for of_rank in found:
         assert of_rank["during"] == SYNCHRONISED
         assert of_rank["tested"] == of_rank["after"] == PLAIN
@@ -77,7 +77,7 @@ def test_the_connection_lasts_as_long_as_fit(found):
         assert of_rank["connection after"] == "None"
 
 
-def test_a_connection_that_is_there_is_used_and_kept(found):
+def test_an_open_connection_is_used_and_kept(found):
     layers, phases = 2, 2
     for of_rank in found:
         rounds, closed = of_rank["own connection"]
@@ -85,7 +85,7 @@ def test_a_connection_that_is_there_is_used_and_kept(found):
         assert not closed
 
 
-def test_a_rank_that_fails_is_named_to_the_others_and_all_models_are_torchs_again(found):
+def test_a_rank_that_fails_is_named_to_the_others_and_all_models_have_torchs_layers_again(found):
     lost, failed = (of_rank["failure"] for of_rank in found)
     assert failed == ("MemoryError", "rank 1 has no more", PLAIN)
     kind, text, layers = lost
@@ -147,7 +147,7 @@ def test_a_single_process_does_not_connect(plugin, monkeypatch):
 def test_only_an_exception_that_ends_the_training_reaches_the_others(plugin, server, job, monkeypatch):
     monkeypatch.setenv("STATSD_BN_ENDPOINT", server.endpoint)
     monkeypatch.setenv("STATSD_BN_JOB", job)
-    world_sizes = Mock(side_effect=itertools.cycle([2, 1]))  # 2 has `apply` connect, then to a job of 1, without a wait
+    world_sizes = Mock(side_effect=itertools.cycle([2, 1]))  # 2: `apply` connects; 1: the job's size, no wait
     monkeypatch.setattr(integrations, "distributed", Mock(get_rank=lambda: 0, get_world_size=world_sizes))
     leave = Mock(wraps=Sessions.leave)
     monkeypatch.setattr(Sessions, "leave", lambda sessions, cause: leave(sessions, cause))  # noqa: PLW0108 - a Mock is not bound

@@ -53,7 +53,7 @@ def test_the_cases_are_what_they_are_called(case):
         assert str(getattr(layer, name, value)) == str(value)
 
 
-def test_arguments_of_place_and_type_are_torchs():
+def test_device_and_dtype_give_the_same_tensors_as_torchs_layers():
     for plain, ours in SYNCHRONISED.items():
         for options in ({"device": "meta"}, {"dtype": torch.float64}, {"device": "meta", "dtype": torch.float16}):
             expected, found = plain(3, **options).state_dict(), ours(3, **options).state_dict()
@@ -71,7 +71,7 @@ def test_eps_mode_clamp_equals_its_formula_on_the_whole_batch(members, affine):
 
 
 def _clamped_by_autograd(case: Case) -> whole_batch.Result:
-    """(x - mean) * max(var, eps)^-1/2 in float64, left to torch to differentiate; buffers as torch has them."""
+    """(x - mean) * max(var, eps)^-1/2 in float64, differentiated by autograd; buffers as torch updates them."""
     x, factors, state = case.tensors()
     x.requires_grad_()
     variance, mean = torch.var_mean(x, (0, 2, 3), correction=0, keepdim=True)
@@ -111,7 +111,7 @@ RUNS = {
     "nothing special": (Run(STEPS), STEPS * LAYERS * PHASES),
     "validation between forward and backward": (Run(STEPS, between=mode_programs.validate), STEPS * LAYERS * PHASES),
     "validation between steps": (Run(STEPS, after=mode_programs.validate), STEPS * LAYERS * PHASES),
-    "gradients in eval, at both times": (
+    "gradients in eval, between forward and backward and between steps": (
         Run(STEPS, between=mode_programs.differentiate_in_eval, after=mode_programs.differentiate_in_eval),
         STEPS * LAYERS * PHASES,
     ),

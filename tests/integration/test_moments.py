@@ -11,7 +11,7 @@ RANKS = len(SIZES)
 
 
 def same_on_all(over, program):
-    """Rank 0's result, after a check that all ranks have the same over all transports."""
+    """Rank 0's result, after a check that all ranks have the same result over all transports."""
     found = [rank for transport in TRANSPORTS for rank in over(transport, RANKS, program)]
     assert len(found) == RANKS * len(TRANSPORTS)
     for other in found[1:]:

@@ -40,7 +40,7 @@ def steps_over(over):
         pytest.param(math.inf, [1], marks=pytest.mark.long),
     ],
 )
-def test_the_first_one_is_reported_with_its_ranks(steps_over, transport, value, bearers):
+def test_the_first_non_finite_round_is_reported_with_its_ranks(steps_over, transport, value, bearers):
     found = steps_over(transport, value, "forward", bearers, "warn")
     names = [f"rank {rank} ({socket.gethostname()}, pid {pid})" for rank, (*_, pid) in enumerate(found)]
     for rank, (lines, raised, moved, _) in enumerate(found):
@@ -58,7 +58,7 @@ def test_the_first_one_is_reported_with_its_ranks(steps_over, transport, value, 
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_all_ranks_may_raise_before_anything_has_moved(steps_over, transport):
+def test_under_raise_all_ranks_raise_before_running_statistics_move(steps_over, transport):
     found = steps_over(transport, math.nan, "forward", [1], "raise", on_nonfinite="raise")
     name = f"rank 1 ({socket.gethostname()}, pid {found[1][-1]})"
     for lines, raised, moved, _ in found:
@@ -71,7 +71,7 @@ def test_all_ranks_may_raise_before_anything_has_moved(steps_over, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_it_may_be_ignored(steps_over, transport):
+def test_under_ignore_nothing_is_reported(steps_over, transport):
     found = steps_over(transport, math.nan, "forward", [1], "ignore", on_nonfinite="ignore")
     assert [of_rank[:-1] for of_rank in found] == [([], [], 3)] * RANKS
 
@@ -85,7 +85,7 @@ def test_masked_values_are_no_finding(steps_over, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("policy", ["warn", "raise"])
 @pytest.mark.parametrize("how", ["with a scaler", "plain"])
-def test_gradients_that_overflow_are_mentioned_once_and_end_no_run(steps_over, transport, policy, how):
+def test_gradients_that_overflow_are_logged_once_and_raise_nothing(steps_over, transport, policy, how):
     value, bearers = (1.0, []) if how == "with a scaler" else (math.inf, [1])
     for lines, raised, moved, _ in steps_over(transport, value, "backward", bearers, policy, how, on_nonfinite=policy):
         ((level, text),) = lines
@@ -114,7 +114,7 @@ def test_non_finite_gradients_are_reported_before_their_consequences(steps_over,
         *(pytest.param("compiled", transport, marks=pytest.mark.long) for transport in TRANSPORTS),
     ],
 )
-def test_it_is_reported_for_calls_of_any_kind(steps_over, transport, how):
+def test_nan_is_reported_for_checkpointed_and_compiled_calls(steps_over, transport, how):
     for phase, levels in (("forward", ["WARNING", "ERROR", "WARNING"]), ("backward", ["INFO"] * RANKS)):
         found = steps_over(transport, math.nan, phase, [1], "warn", how)
         assert [[level for level, _ in lines] for lines, *_ in found] == [[level] for level in levels]
@@ -137,14 +137,14 @@ def test_the_metrics_count_non_finite_rounds_unless_they_are_ignored(policy, cou
 
 
 @pytest.mark.parametrize(("policy", "raises"), [("warn", False), ("raise", True)])
-def test_only_a_forward_round_is_refused_before_anything_is_made_of_it(monkeypatch, policy, raises):
+def test_only_a_forward_round_under_raise_is_refused(monkeypatch, policy, raises):
     monkeypatch.setenv("STATSD_BN_ON_NONFINITE", policy)
     transport = LocalPipe("bn")
     found = [non_finite.raises(transport, transport.key(0, 0, phase)) for phase in ("forward", "backward")]
     assert found == [raises, False]
 
 
-def test_of_several_replicas_of_a_process_the_one_is_named(caplog):
+def test_the_replica_with_infinity_is_named(caplog):
     model = client.DataParallelWithCallback(client.SynchronizedBatchNorm1d(4), device_ids=["cpu"] * 4)
     model.module.layer_name = "bn"
     x = torch.randn(8, 4)

@@ -280,7 +280,7 @@ def test_a_server_stopped_during_its_restart_ends(start, caplog, monkeypatch):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_a_silent_server_is_an_error_and_stopped(start, monkeypatch):
+def test_a_silent_server_is_an_error_and_is_stopped(start, monkeypatch):
     monkeypatch.setattr(server_process, "START_SECONDS", 0.2)
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(server_process, "_command", lambda *_: command)
@@ -307,7 +307,7 @@ def test_a_long_wait_for_the_members_at_the_end_is_logged(start, monkeypatch, ca
     assert "waiting up to 0.2 s for the other members" in caplog.text
 
 
-def test_the_end_waits_for_the_members_until_the_timeout(start):
+def test_at_its_end_the_process_waits_for_the_members_until_the_timeout(start):
     start(leave_timeout=0.1)
     server_process.wait_for_members()
     patient = start(leave_timeout=20.0)

@@ -13,7 +13,7 @@ from statsd_bn.text import unwrap
 from support.newer_torch import needs
 from support.whole_batch import assert_equal
 
-# In 20 steps with momentum rounding errors of 1e-16 grow to some 1e-12.
+# In 20 steps with momentum, rounding errors of 1e-16 grow to about 1e-12.
 TOLERANCE = 1e-8
 
 
@@ -29,7 +29,7 @@ def test_after_20_steps_weights_and_buffers_are_those_of_the_whole_batch(members
 
 
 @pytest.mark.parametrize("way", fsdp_programs.WAYS)
-def test_sharded_layers_are_left_and_reported(members, tmp_path, way):
+def test_sharded_layers_are_left_unchanged_and_reported(members, tmp_path, way):
     for (converting, conversion_warnings), (reverting, reversion_warnings) in members(
         2, fsdp_programs.convert_what_is_sharded, str(tmp_path / "store"), way
     ):
@@ -43,7 +43,7 @@ def test_sharded_layers_are_left_and_reported(members, tmp_path, way):
         assert "sharded by FSDP; convert the model first" in conversion_warnings[0]
 
 
-def test_a_distributed_input_is_refused_and_its_part_is_taken(members, tmp_path):
+def test_a_distributed_input_is_refused_and_its_local_part_is_accepted(members, tmp_path):
     found = members(2, fsdp_programs.give_a_dtensor, str(tmp_path / "store"))
     expected = nn.BatchNorm1d(2)(torch.arange(8.0).view(4, 2)).detach()
     for error, _ in found:
@@ -51,7 +51,7 @@ def test_a_distributed_input_is_refused_and_its_part_is_taken(members, tmp_path)
     torch.testing.assert_close(torch.cat([part for _, part in found]), expected)
 
 
-def test_a_part_of_a_sharded_model_is_left_as_well(members, tmp_path):
+def test_a_submodule_of_a_sharded_model_is_left_unchanged_as_well(members, tmp_path):
     for is_left, warnings in members(2, fsdp_programs.convert_a_part, str(tmp_path / "store")):
         assert is_left
         assert [text.partition(". ")[0] for text in warnings] == [
@@ -68,7 +68,7 @@ def test_stages_of_several_members_train_as_one_process_with_all_micro_batches(m
 
 
 @needs("torch.distributed.pipelining")
-def test_the_training_changes_all_there_is():
+def test_the_training_changes_every_weight_and_buffer():
     for number, found in enumerate(pipelining_programs.train_micro_batch_by_micro_batch()):
         before = pipelining_programs.stage(number).state_dict()
         for name, value in found.items():

@@ -35,7 +35,7 @@ def test_a_heartbeat_in_a_flood_that_breaks_off_does_not_end_the_server(delay_by
         ask(server.endpoint)
 
 
-def test_to_end_a_flood_with_heartbeats_does_not_end_the_server():
+def test_closing_the_connection_of_a_flood_with_heartbeats_does_not_end_the_server():
     flood = (message(b"x") * 300 + PING * 3) * 40
     with running_server("--insecure", bind=ANY_PORT) as server:
         for _ in range(5):
@@ -50,7 +50,7 @@ def test_to_end_a_flood_with_heartbeats_does_not_end_the_server():
 
 
 def answer(peer: RawPeer) -> object:
-    """The next message of the server, probes left out."""
+    """The next message of the server that is not a probe."""
     while True:
         received = decode(peer.receive())
         if not (isinstance(received, Registered) and received.digest == NO_SERVER):
@@ -64,7 +64,7 @@ def test_a_peer_gets_the_reason_before_its_connection_is_closed(serve, monkeypat
     service = serve()
     for _ in range(20):
         with RawPeer(service.endpoints[0]) as peer:
-            # The server counts refusals anew every quarter of a second, and the flood may span two of them.
+            # The server counts refusals anew every quarter of a second, and the flood may span two such periods.
             for _ in range(2 * most + 1):
                 peer.send(b"x")
             while answer(peer).code != "limit":
@@ -93,7 +93,7 @@ def test_peers_of_old_zmtp_are_refused(serve, hello):
     assert service._dispatcher.received == 0
 
 
-def test_libcs_random_numbers_begin_anew_with_each_server():
+def test_libcs_random_numbers_differ_between_servers():
     program = (
         "import ctypes; from server import Config, Service; "
         "Service(Config(('tcp://127.0.0.1:*',), insecure=True)).close(); print(ctypes.CDLL(None).rand())"
@@ -103,7 +103,7 @@ def test_libcs_random_numbers_begin_anew_with_each_server():
 
 
 def test_more_connections_to_a_unix_socket_than_the_soft_limit_of_files_do_not_end_the_server(tmp_path):
-    """libzmq ends the process that has no descriptor left for one."""
+    """libzmq aborts a process that has no descriptor left for a new connection."""
     serve = [sys.executable, "-m", "server", "--bind", f"ipc://{tmp_path}/s"]
     with ExitStack() as stack:
         with_limit = ["sh", "-c", 'ulimit -Sn 64 && exec "$@"', "sh", *serve]
@@ -115,7 +115,7 @@ def test_more_connections_to_a_unix_socket_than_the_soft_limit_of_files_do_not_e
         assert ask(endpoint)["groups"] == []
 
 
-def test_connections_by_tcp_leave_files_for_those_to_a_unix_socket(tmp_path):
+def test_tcp_connections_leave_descriptors_for_connections_to_a_unix_socket(tmp_path):
     bind = ["--bind", "tcp://127.0.0.1:*", "--bind", f"ipc://{tmp_path}/s"]
     serve = [sys.executable, "-m", "server", "--insecure", *bind]
     with ExitStack() as stack:
@@ -124,6 +124,6 @@ def test_connections_by_tcp_leave_files_for_those_to_a_unix_socket(tmp_path):
         stack.callback(process.terminate)
         port, endpoint = int(process.stdout.readline().split(":")[-1]), process.stdout.readline().split()[-1]
         silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)) for _ in range(60)]
-        while silent[0].recv(4096):  # until the server closes it, or TimeoutError: ZeroMQ's own limit is ten seconds
+        while silent[0].recv(4096):  # until the server closes it; after 5 s TimeoutError, before ZeroMQ's limit
             pass
         assert ask(endpoint)["groups"] == []

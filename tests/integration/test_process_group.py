@@ -37,7 +37,7 @@ def test_torchs_layer_gets_its_process_group_back(ranks):
     assert ranks(2, process_group_programs.revert) == [True, True]
 
 
-def test_ranks_in_different_layers_all_get_the_others_places(ranks):
+def test_ranks_in_different_layers_all_get_the_positions_of_all(ranks):
     for text in ranks(3, process_group_programs.come_to_different_layers, ["stem.bn", "head.bn", "stem.bn"]):
         first, *rows = text.splitlines()
         assert first == "RoundMismatch: deadlock: the ranks wait in different rounds"
@@ -125,12 +125,12 @@ def test_a_rank_outside_of_its_process_group_gets_an_error(ranks):
     assert "this process is not a member of the layer's process group" in unwrap(text)
 
 
-def test_one_of_group_and_process_group_is_enough():
+def test_group_and_process_group_together_are_an_error():
     with pytest.raises(ValueError, match="expected group or process_group, got both"):
         client.SynchronizedBatchNorm1d(3, group="local", process_group="left")
 
 
-# Until the ranks have compared some twenty samples. With a server each takes a second.
+# Enough for the ranks to compare some twenty samples; with a server each sample takes a second.
 LOOKED_SECONDS = 40.0
 
 

@@ -33,25 +33,24 @@ from support.memory_members import wait_until
 from support.raw_zmtp import PING, RawPeer, message
 from support.strategies import is_probe, register
 
-ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="resets reach ZeroMQ, so nothing counts them")
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux drops and counts resets")
 
 # So long that no member is lost by its silence within a test.
 SILENCE_SECONDS = 60.0
 
-# Has the server close no connection for refused messages.
+# Setup code for a server that closes no connection for refused messages.
 MANY = "from server.network import connections; connections.MAX_REFUSALS = 2**20"
 
-# A peer's TCP states. It acknowledged everything a moment ago; it has not acknowledged sent data for a long time; or
-# nothing was sent to it for a long time, so it need not answer.
+# The descriptor of a peer's connection, and states of its TCP.
 PEER = 7
-HAS_ANSWERED = TcpState(has_unacknowledged=False, idle=0.0, round_trip=0.0)
-ANSWERS_NOT = TcpState(has_unacknowledged=True, idle=99.0, round_trip=0.0)
-TAKES_NOTHING = TcpState(has_unacknowledged=False, idle=99.0, round_trip=0.0)
+HAS_ANSWERED = TcpState(has_unacknowledged=False, idle=0.0, round_trip=0.0)  # acknowledged everything a moment ago
+ANSWERS_NOT = TcpState(has_unacknowledged=True, idle=99.0, round_trip=0.0)  # has not acknowledged data for long
+TAKES_NOTHING = TcpState(has_unacknowledged=False, idle=99.0, round_trip=0.0)  # was sent nothing for a long time
 
 
 @dataclass
 class System:
-    """The kernel's counters of a connection, and the server's conclusion."""
+    """What the kernel reports about a connection, and the detector that reads it."""
 
     count: int = 0
     answers: TcpState | None = HAS_ANSWERED
@@ -74,7 +73,7 @@ def suspected() -> System:
 
 
 @pytest.mark.parametrize(("dropped", "suspected"), [(0, []), (1, [PEER])])
-def test_a_connection_without_drops_is_not_suspected_and_one_without_further_drops_kept(dropped, suspected):
+def test_a_connection_is_suspected_after_a_drop_and_kept_without_further_drops(dropped, suspected):
     system = System(dropped, ANSWERS_NOT)
     assert system.suspects(10.0) == suspected
     assert system.resets.confirm_resets(20.0) == []
@@ -86,7 +85,7 @@ def test_a_peer_that_answers_only_with_resets_is_lost_once(suspected):
     assert suspected.resets.confirm_resets(20.0) == []
 
 
-def test_a_peer_with_a_long_round_trip_has_longer(suspected):
+def test_a_peer_with_a_long_round_trip_has_more_time_to_answer(suspected):
     suspected.answers = TcpState(has_unacknowledged=True, idle=99.0, round_trip=0.5)
     assert suspected.resets.confirm_resets(10.5) == []
     assert suspected.resets.confirm_resets(10.5 + ANSWER_SECONDS) == [PEER]
@@ -128,7 +127,7 @@ def test_a_peer_without_tcp_state_is_kept(suspected):
     assert suspected.resets.confirm_resets(20.0) == []
 
 
-def test_a_descriptor_that_stands_for_another_connection_begins_anew(suspected):
+def test_a_descriptor_reused_for_another_connection_begins_anew(suspected):
     suspected.resets.remove(PEER)
     assert suspected.resets.confirm_resets(20.0) == []
     assert suspected.suspects(20.0) == [PEER]
@@ -140,7 +139,7 @@ def test_a_descriptor_that_stands_for_another_connection_begins_anew(suspected):
 
 @pytest.fixture
 def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Both ends of a TCP connection; no reset gets through to the first."""
+    """Both ends of a TCP connection; the first end drops resets."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert drop_resets(listener.fileno())
         with socket.create_connection(listener.getsockname()) as far, closing(listener.accept()[0]) as near:
@@ -206,7 +205,7 @@ def test_a_rank_killed_with_an_unread_answer_is_detected_by_its_connection(worke
         error = workers.answer(member)
         assert isinstance(error, ReplicaLost), error
         assert (error.fields["member"], error.fields["cause"]) == (2, "the connection was lost")
-    # Far above the second that detection takes, far below `SILENCE_SECONDS`.
+    # Far above the 1 s that detection takes, far below `SILENCE_SECONDS`.
     assert time.monotonic() - killed < SILENCE_SECONDS / 6
 
 
@@ -267,7 +266,7 @@ def has_members(endpoint: str) -> bool:
 
 
 @ON_LINUX
-def test_to_end_members_that_have_reset_does_not_end_the_server(patient):
+def test_losing_members_that_reset_their_connections_does_not_end_the_server(patient):
     """Members reset their connections in floods with heartbeats; if the server closed one early, libzmq would abort."""
     flood = (message(b"x") * 100 + PING * 3) * 400
     for number in range(8):

@@ -31,7 +31,7 @@ from support.memory_members import run_members as run_in_memory
 # A step takes 30 ms and needs the server, which runs for 0.3 s at most before each kill, so all kills hit the training.
 STEPS = 90
 PAUSE_SECONDS = 0.01
-# Fewer kills with shared memory: those members train on while the server is away.
+# Fewer kills with shared memory, where members train on while the server is away.
 KILLS = {OVER_SERVER: 5, SHARED_MEMORY: 2}
 
 
@@ -93,7 +93,7 @@ N = 3
 
 
 class World:
-    """Members and a master that can be restarted; the test chooses when each member reads its answers."""
+    """Members and a server that can be restarted; the test chooses when each member reads its answers."""
 
     def __init__(self, group="world", n=N, *, min_members=0):
         self.members = [
@@ -150,7 +150,7 @@ def codes(answers):
 
 
 def restarted(**given):
-    """A world after a round: its members wait in the next one, unknown to a new server."""
+    """A world after a round: its members begin the next round at a new server, which does not know them."""
     world = World(**given)
     world.exchange("bn")
     key, *_ = [session.forward_key("bn2") for session in world.members]
@@ -162,7 +162,7 @@ def come_back(world, session, key):
     world.send(session, *session.resync_frames(), session.contribution(key, rows_of(session.member.rank)))
 
 
-def test_a_round_that_only_one_member_got_has_the_same_bytes_after_a_restart():
+def test_an_answer_that_only_one_member_got_has_the_same_bytes_after_a_restart():
     world = World()
     ahead, *others = world.members
     for number, session in enumerate(world.members):
@@ -212,7 +212,7 @@ def test_early_contributions_after_a_restart_are_answered_when_all_are_back():
     assert len({world.take(session, key) for session in world.members}) == 1
 
 
-def test_a_contribution_that_was_deferred_is_forgotten_with_its_member():
+def test_a_deferred_contribution_is_dropped_when_its_member_leaves():
     world, key = restarted()
     first, second, _ = world.members
     for session in (first, second):
@@ -236,7 +236,7 @@ def test_only_the_latest_results_are_resent_in_order():
 
 
 def test_a_group_is_restored_even_if_a_member_has_no_round_left():
-    """The master answers member 1 of the pair and dies; member 1 has no further round, and member 0 still waits."""
+    """The server answers member 1 of the pair and dies; member 1 has no further round, and member 0 still waits."""
     pair = World("pair", 2)
     waiting, done = pair.members
     for number, session in enumerate(pair.members):
@@ -325,7 +325,7 @@ def test_the_rows_of_all_members_prevail_over_a_result_that_differs_from_their_s
     assert "rank 2 (place 2) resent an aggregate that differs from the sum of all rows" in caplog.text
 
 
-def test_no_result_counts_in_a_group_that_has_not_been_restarted():
+def test_a_resent_result_is_ignored_if_the_server_has_not_been_restarted():
     world = World()
     (frame, *_) = world.exchange("bn")
     other = replace(decode(frame), values=np.full((2, 1), 1e30))
@@ -378,8 +378,8 @@ def test_a_lost_member_of_the_same_server_gets_an_error():
     connection.close()
 
 
-def test_members_in_rounds_return_by_themselves():
-    """The master answers member 1 and dies; both continue, with the results of an undisturbed run."""
+def test_members_in_rounds_reconnect_by_themselves():
+    """The server answers member 1 and dies; both members continue, with the results of an undisturbed run."""
     undisturbed, master = MemoryMaster(), MemoryMaster()
     deliver = master.channel_pool.deliver
 

@@ -1,3 +1,5 @@
+"""The server process and its service: endpoints, signals, the log, and messages from the network."""
+
 import itertools
 import os
 import signal
@@ -180,7 +182,7 @@ print("restored" if before == after else f"{before} became {after}")
 """
 
 
-def test_run_master_gives_the_former_signal_handlers_back():
+def test_run_master_restores_the_former_signal_handlers():
     with subprocess.Popen([sys.executable, "-c", RESTORED], stdout=subprocess.PIPE, text=True) as process:
         watchdog = threading.Timer(WAIT_SECONDS, process.kill)
         watchdog.start()
@@ -213,7 +215,7 @@ def test_a_socket_of_this_user_alone_is_not_warned_of(start, tmp_path):
     assert "WARNING" not in command.errors
 
 
-def test_the_file_of_an_ipc_endpoint_goes_with_the_server(start, tmp_path):
+def test_the_file_of_an_ipc_endpoint_is_removed_with_the_server(start, tmp_path):
     path = tmp_path / "s"
     command = start("--bind", f"ipc://{path}")
     command.endpoint()
@@ -224,7 +226,7 @@ def test_the_file_of_an_ipc_endpoint_goes_with_the_server(start, tmp_path):
 
 
 def test_the_status_command_prints_the_jobs(start, dial):
-    # The command may take longer to start than a member may be silent.
+    # Starting the command can take longer than the default limit of a member's silence.
     endpoint = start("--insecure", "--bind", ANY_PORT, "--silence-seconds", "60").endpoint()
     dealer = dial(endpoint)
     assert isinstance(dealer.ask(register(0, 2, place="host 7")), messages.Registered)
@@ -264,7 +266,7 @@ def test_garbage_is_counted_and_the_server_goes_on_serving(start, dial):
     assert stranger.report()["bad_frames"] == len(garbage)
 
 
-def test_of_sums_beyond_float64_the_server_writes_one_line(start, dial, tmp_path):
+def test_the_server_logs_a_non_finite_sum_in_one_line(start, dial, tmp_path):
     command = start("--bind", f"ipc://{tmp_path}/s", "--log-level", "warning")
     endpoint = command.endpoint()
     dealers = [dial(endpoint) for _ in range(2)]
@@ -293,7 +295,7 @@ def test_a_frame_beyond_the_limit_closes_its_senders_connection_only(start, dial
     assert (report["received"], report["bad_frames"]) == (2, 0)
 
 
-def test_the_widest_frame_of_the_limit_is_taken(server, dial, job):
+def test_the_widest_allowed_frame_is_accepted(server, dial, job):
     dealer = dial(server.endpoint)
     join_all([dealer], job=job)
     widest = rows(*[1.0] * limits.MAX_REPLICAS, vectors=2, channels=16_384)
@@ -374,7 +376,7 @@ def test_stopping_twice_is_fine(service):
     service.stop()
 
 
-def test_stopping_what_is_closed_already_is_fine():
+def test_stopping_a_closed_service_is_fine():
     with Service(Config((ANY_PORT,), insecure=True)) as ended:
         pass
     ended.stop()
@@ -438,7 +440,7 @@ class Unreachable:
         raise zmq.ZMQError(zmq.EHOSTUNREACH)
 
 
-def test_a_chain_of_addresses_that_is_as_long_as_there_are_sessions_is_followed_to_its_end(monkeypatch):
+def test_a_chain_of_addresses_through_all_sessions_is_followed_to_its_end(monkeypatch):
     sessions = sys.getrecursionlimit() + 100
     with Service(Config(bind=(ANY_PORT,), insecure=True)) as service:
         dispatcher = service._dispatcher

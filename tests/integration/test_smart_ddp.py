@@ -56,7 +56,7 @@ def test_on_cuda_the_device_is_that_of_the_local_rank():
 
 
 @pytest.mark.parametrize("kind", ["cpu", "mps", "xpu"])
-def test_elsewhere_no_device_is_named(kind):
+def test_without_cuda_no_device_ids_are_given(kind):
     found = arguments_for(torch.device(kind), {"LOCAL_RANK": "1"}, static_graph=False)
     assert found == {"static_graph": False, "find_unused_parameters": True}
 
@@ -69,7 +69,7 @@ def test_a_model_on_another_cuda_device_is_refused():
 
 
 @pytest.mark.parametrize("environ", [{}, {"LOCAL_RANK": ""}, {"LOCAL_RANK": "-1"}, {"LOCAL_RANK": "first"}])
-def test_on_cuda_a_local_rank_is_asked_for(environ):
+def test_on_cuda_a_local_rank_is_required(environ):
     with pytest.raises(ConfigurationError, match="LOCAL_RANK: expected"):
         arguments_for(torch.device("cuda", 0), environ, static_graph=True)
 

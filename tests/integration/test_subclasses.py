@@ -58,7 +58,7 @@ def test_torchrun_trains_as_on_the_whole_batch_with_nothing_configured(tmp_path)
     assert_equal(dict(np.load(tmp_path / "saved.npz")), expected, 1e-8)
 
 
-# Compiled by aot_eager, only one case runs here; the others, and one with inductor, are long tests.
+# Of the cases compiled by aot_eager only the first is quick; its others, and the one with inductor, are long tests.
 EMPTY_RANKS = [
     pytest.param(sizes, network, backend, marks=pytest.mark.long if is_other else [])
     for backend in ("", "aot_eager")

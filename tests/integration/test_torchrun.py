@@ -1,4 +1,4 @@
-"""`torchrun script.py` with nothing configured: rank 0 starts a master, the others find it, and nothing is left."""
+"""`torchrun script.py` with nothing configured: rank 0 starts a server, the others find it, and nothing is left."""
 
 import sys
 from pathlib import Path
@@ -34,7 +34,7 @@ def whole_batch():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
         import digits  # noqa: PLC0415 - in examples/
-        from training import snapshot, train  # noqa: PLC0415 - as above
+        from training import snapshot, train  # noqa: PLC0415 - in examples/
 
         network = digits.network()
         for _ in train(network, COMPARE):
@@ -63,7 +63,7 @@ def test_the_digits_are_trained_as_on_the_whole_batch(tmp_path, whole_batch):
 
 
 @pytest.mark.long
-def test_after_a_worker_was_killed_those_that_are_started_anew_train_as_on_the_whole_batch(tmp_path, whole_batch):
+def test_after_a_worker_was_killed_the_restarted_workers_train_as_on_the_whole_batch(tmp_path, whole_batch):
     # One restart must suffice.
     with digits_in(2, tmp_path, "--max-restarts", "1", killed="worker") as run:
         run.line("step 10 of")
@@ -112,7 +112,7 @@ def test_a_network_of_several_buckets_trains_as_on_the_whole_batch(tmp_path):
     saved = np.load(tmp_path / "saved.npz")
     expected = program.train_on_the_whole_batch()
     for wrapped in program.WRAPPED:
-        assert saved[f"{wrapped}/parts"] > 2, "torch has not cut the network"
+        assert saved[f"{wrapped}/parts"] > 2, "torch has not split the network at its buckets"
         assert_equal({name: saved[f"{wrapped}/{name}"] for name in expected}, expected, 1e-9)
 
 

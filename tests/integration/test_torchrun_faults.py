@@ -21,13 +21,13 @@ pytestmark = [
     pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc"),
 ]
 
-# The first collective in a wrapper's forward pass: a broadcast, none, or the parameters of shards.
+# The first collective in a wrapper's forward pass: a broadcast of buffers, none, or a gather of sharded parameters.
 BROADCAST, NOTHING, SHARDS = 1, 0, 3
 MODELS = {BROADCAST: "broadcast", NOTHING: "no broadcast", SHARDS: "fully_shard"}
 
 
 def cases(names: str, now: list[tuple[int, ...]], later: list[tuple[int, ...]]) -> pytest.MarkDecorator:
-    """Models and victims: for `scripts/test`, and for `scripts/test --long`."""
+    """Cases of models and victims: `now` for `scripts/test`, `later` only for `scripts/test --long`."""
     return pytest.mark.parametrize(names, [*map(_case, now), *(_case(values, pytest.mark.long) for values in later)])
 
 
@@ -57,7 +57,7 @@ class Faulty(Launched):
     def survivor_ends(self, rank: int) -> str:
         """The error output of the surviving rank after its end; gloo alone would wait for 30 minutes."""
         pids, has_come = {}, False
-        # torchrun forwards the output of each rank, so one rank's error may precede another's first line.
+        # torchrun forwards each rank's output separately, so one rank's fault may precede another rank's first line.
         while len(pids) < self._size or not has_come:
             what, *numbers = self.line_with(("rank", "fault")).split()
             if what == "rank":
@@ -72,7 +72,7 @@ class Faulty(Launched):
         return self.stderr(rank)
 
     def line_with(self, beginning: str | tuple[str, ...]) -> str:
-        # torchrun begins each line with its rank.
+        # torchrun begins each line with the rank that printed it.
         while True:
             line = self._lines.get(timeout=WAIT_SECONDS)
             assert line is not None, f"expected a line {beginning!r}; errors: {self.errors}"
@@ -103,7 +103,7 @@ def _runs(number: int) -> bool:
 
 
 @cases("wrapper", now=[(BROADCAST,)], later=[(NOTHING,)])
-def test_an_extra_forward_on_one_rank_is_a_mismatch_with_all_places(tmp_path, wrapper):
+def test_an_extra_forward_on_one_rank_is_a_mismatch_with_the_positions_of_all(tmp_path, wrapper):
     with Faulty(tmp_path, "extra", 1, wrapper, "--master-addr", "127.0.0.1", "--master-port", str(free_port())) as run:
         errors = run.survivor_ends(0)
         assert "layer '1'" in errors
@@ -119,7 +119,7 @@ def test_an_extra_forward_on_one_rank_is_a_mismatch_with_all_places(tmp_path, wr
 @pytest.mark.long
 @pytest.mark.parametrize(("victim", "groups"), [(1, 0), (0, 1)])
 def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_of_the_other(tmp_path, victim, groups):
-    """One waits in a round, the other in DDP's backward pass, with or without further process groups."""
+    """One rank waits in a round, the other in DDP's backward pass, with or without further process groups."""
     with Faulty(tmp_path, "reduces nothing", victim, NOTHING, FAULT_GROUPS=str(groups)) as run:
         for rank in (victim, 1 - victim):
             errors = run.survivor_ends(rank) if rank == victim else run.stderr(rank)
@@ -134,7 +134,7 @@ def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_o
     now=[],
     later=[(BROADCAST, 0, "fewer"), (NOTHING, 1, "fewer"), (BROADCAST, 1, "fewer, then a barrier")],
 )
-def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, wrapper, victim, what):
+def test_one_batch_fewer_on_one_rank_is_reported_to_the_other(tmp_path, wrapper, victim, what):
     with Faulty(tmp_path, what, victim, wrapper) as run:
         errors = run.survivor_ends(1 - victim)
         assert f"rank {victim} (" in errors
@@ -143,7 +143,7 @@ def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, wrapper, vic
 
 @pytest.mark.long
 @pytest.mark.parametrize(("at_the_end", "victim"), [("barrier", 0), ("reduction", 1)])
-def test_one_batch_fewer_is_said_where_all_ranks_are_in_collectives_of_torch(tmp_path, at_the_end, victim):
+def test_one_batch_fewer_is_reported_if_all_ranks_are_in_collectives_of_torch(tmp_path, at_the_end, victim):
     with Faulty(tmp_path, f"fewer, then a {at_the_end} inside", victim, BROADCAST) as run:
         # 18 s on a quiet machine: 8 s until the server finds the deadlock, 10 s until a rank in a collective exits.
         text = run.survivor_ends(1 - victim)
@@ -156,7 +156,7 @@ def test_one_batch_fewer_is_said_where_all_ranks_are_in_collectives_of_torch(tmp
 
 
 @pytest.mark.long
-def test_one_batch_fewer_is_said_where_one_rank_waits_in_a_round_and_the_others_in_different_collectives(tmp_path):
+def test_one_batch_fewer_is_reported_if_one_rank_waits_in_a_round_and_the_others_in_different_collectives(tmp_path):
     with Faulty(tmp_path, "fewer, then a barrier inside", 1, BROADCAST, size=3) as run:
         errors = run.survivor_ends(2)
         assert "RoundMismatch" in errors
@@ -173,11 +173,11 @@ LOST = "was lost: no sign of life"
     later=[
         (SHARDS, "raises", "RuntimeError: augmentation ran out of memory"),
         *((wrapper, "frozen", LOST) for wrapper in MODELS),
-        # A server with the default of 3.5 s reports a rank lost if its interpreter is blocked for longer.
+        # A server with the default of 3.5 s declares a rank lost when the rank's interpreter is blocked for longer.
         (NOTHING, "holds the lock", LOST),
     ],
 )
-def test_what_has_become_of_one_rank_is_said_by_the_other_which_ends(tmp_path, wrapper, what, cause):
+def test_the_other_rank_reports_the_fault_and_ends(tmp_path, wrapper, what, cause):
     with Faulty(tmp_path, what, 1, wrapper) as run:
         errors = run.survivor_ends(0)
         assert "rank 1 (" in errors
@@ -186,7 +186,7 @@ def test_what_has_become_of_one_rank_is_said_by_the_other_which_ends(tmp_path, w
 
 @cases("wrapper, victim", now=[(BROADCAST, 0)], later=[(BROADCAST, 1), (NOTHING, 0), (SHARDS, 1)])
 def test_a_killed_rank_is_named_by_the_other(tmp_path, wrapper, victim):
-    """Within a round the launcher ends the survivor; elsewhere, with a long monitor interval, it raises."""
+    """In a round torchrun ends the survivor; elsewhere, with a long monitor interval, the survivor raises."""
     is_in_a_round = wrapper == NOTHING
     options = () if is_in_a_round else ("--monitor-interval", "1000")
     with Faulty(tmp_path, "killed", victim, wrapper, *options) as run:
@@ -212,7 +212,7 @@ def test_a_late_ranks_stack_is_logged_if_enabled_and_training_continues(tmp_path
 
 
 @pytest.mark.long
-def test_a_rank_whose_interpreter_is_held_is_said_not_to_answer(tmp_path, server_that_waits):
+def test_a_rank_whose_interpreter_is_blocked_is_logged_as_not_answering(tmp_path, server_that_waits):
     with Faulty(tmp_path, "holds the lock", 0, NOTHING, FAULT_ENDPOINT=server_that_waits) as run:
         assert run.end() == 0, run.stderr(1)
         assert re.search(r"rank 0 has not answered a stack request for \d+ s", run.stderr(1))
@@ -220,13 +220,13 @@ def test_a_rank_whose_interpreter_is_held_is_said_not_to_answer(tmp_path, server
 
 @pytest.mark.long
 @newer_torch.needs("fully_shard")
-def test_a_question_changes_nothing_in_any_way_to_wrap_a_model(tmp_path):
+def test_a_stack_request_changes_no_result_under_any_wrapper(tmp_path):
     command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     with Launched((*command, TESTS / "programs" / "asked_program.py"), {}, tmp_path / "errors") as run:
         lines = [run.line("") for _ in range(2 * len(WAYS))]
         assert run.end() == 0, run.errors
         assert sorted(lines) == sorted([f"{way} same" for way in WAYS] * 2)
-        # Rank 1 received rank 0's place, so rank 0 was asked.
+        # Rank 1 received rank 0's position, so rank 0 got a stack request.
         assert len(re.findall(r"rank 0 is in asked_program.py:\d+ forward", run.errors)) >= len(WAYS), run.errors
 
 
@@ -260,6 +260,6 @@ def test_long_waits_in_collectives_of_a_healthy_job_are_no_deadlock(tmp_path):
         assert sorted((way, int(rank)) for way, rank, _ in lines) == sorted(
             (way, rank) for way in PAUSES for rank in range(RANKS)
         )
-        # A rank that waits in no collective starts its next round at once.
+        # In each pause at least one rank got a stack request.
         assert {way for way, _, what in lines if what == "asked"} == set(PAUSES)
         assert "deadlock: " not in run.errors

@@ -63,7 +63,7 @@ def test_the_error_has_a_short_first_line_and_a_row_for_each_rank(stderr, rank):
     assert see == "see docs/errors.md#roundmismatch"
 
 
-def test_the_servers_log_has_a_deadlock_once(stderr):
+def test_the_servers_log_reports_the_deadlock_once(stderr):
     log = [line for line in stderr["0"].splitlines() if line.startswith("20")]
     assert len([line for line in log if "deadlock: the ranks wait" in line]) == 1
     leaving = [line for line in log if line.endswith("leaves after the same RoundMismatch")]

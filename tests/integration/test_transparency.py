@@ -24,7 +24,7 @@ CASES = [
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_processes_equal_the_whole_batch(over, n, transport):
-    """All cases of so many shards on one connection, since each connection or process group takes time to start."""
+    """All cases with `n` shards on one connection, since each connection or process group takes time to start."""
     cases = [case for (case,) in (parameters.values for parameters in CASES) if len(case.sizes) == n]
     results = over(transport, n, whole_batch.as_member_in_each, cases)
     for case, shards in zip(cases, zip(*results, strict=True), strict=True):
@@ -38,7 +38,7 @@ def test_virtual_replicas_equal_the_whole_batch(case):
 
 @pytest.mark.parametrize(("ratio", "seed"), [(1_000.0, 1), (10_000.0, 2)])
 def test_a_large_mean_costs_no_digits_of_the_variance(members, ratio, seed):
-    """float32 input: the textbook formula in float32 errs by percents at the first mean, and fails at the second."""
+    """float32 input: the textbook formula in float32 errs by over 1 % at ratio 1,000, and fails at 10,000."""
     case = Case("2d", (20, 30), "float32", offset=ratio, scale=1.0, seed=seed)
     x = case.tensors()[0].double()
     exact = x.var((0, 2, 3), correction=1).numpy()

@@ -76,7 +76,7 @@ def test_all_rejoin_together_at_a_step_that_no_member_has_begun(world):
     assert one.total == ([0, 1, 2], 3.0)
 
 
-def test_a_pass_without_any_batch_is_one_too(world):
+def test_a_pass_without_any_batch_counts_as_a_pass(world):
     for first_step in (1, 2, 3):
         for member in world.members:
             participation(member, Participation.PAUSED)
@@ -84,7 +84,7 @@ def test_a_pass_without_any_batch_is_one_too(world):
         assert [member.session.first_step for member in world.members] == [first_step] * 3
 
 
-def test_a_repeated_return_does_not_begin_another_pass(world):
+def test_a_repeated_register_does_not_begin_another_pass(world):
     zero = world.members[0]
     zero.session.participation = Participation.REJOINING
     frame = zero.session.register()
@@ -148,7 +148,7 @@ def test_a_strict_group_breaks_if_a_paused_member_fails(world, end):
     assert zero.latest(ReplicaLost).fields["member"] == 1
 
 
-def test_the_master_dies_while_one_is_paused_and_another_rejoins(world):
+def test_the_server_dies_while_one_member_is_paused_and_another_rejoins(world):
     zero, one, two = world.members
     for member in world.members:
         member.forward(1.0)
@@ -167,7 +167,7 @@ def test_the_master_dies_while_one_is_paused_and_another_rejoins(world):
     assert [member.session.first_step for member in world.members] == [2, 2, 2]
 
 
-def test_a_paused_member_late_at_a_restarted_master_stays_paused(world):
+def test_a_paused_member_late_at_a_restarted_server_stays_paused(world):
     zero, one, two = world.members
     for member in (zero, one, two):
         member.forward(1.0)
@@ -198,7 +198,7 @@ def test_elastic_members_rejoin_when_all_remaining_do():
 # Passes with layers.
 
 
-def test_members_of_different_data_equal_the_whole_batch_of_those_that_are_left(members):
+def test_members_with_uneven_data_equal_the_whole_batch_of_the_unpaused_members(members):
     results = members(3, uneven_programs.train_passes, BATCHES)
     expected = uneven_programs.whole_batches(BATCHES)
     for member, (outputs, gradients, state) in enumerate(results):
@@ -209,7 +209,7 @@ def test_members_of_different_data_equal_the_whole_batch_of_those_that_are_left(
             torch.testing.assert_close(torch.from_numpy(got), want, rtol=0, atol=1e-12)
 
 
-def test_a_step_behind_a_pass_is_one_of_the_whole_batch(members):
+def test_a_step_after_a_pass_equals_one_on_the_whole_batch(members):
     (first, first_grad), (second, second_grad) = members(2, uneven_programs.step_behind_a_pass)
     x = torch.cat([uneven_programs.batch(member, 50) for member in range(2)]).requires_grad_()
     y = uneven_programs.model_()(x)
@@ -225,12 +225,12 @@ def test_averaging_without_a_finished_member_is_logged_once(members):
     assert "rank 0 ended their pass in client.join and get no gradients" in second[0]
 
 
-def test_a_step_before_the_first_pass_fails_while_others_wait_for_it(members):
+def test_a_step_before_the_first_pass_fails_while_others_wait_for_the_pass(members):
     errors = members(2, uneven_programs.step_before_a_pass)
     assert all("client.join()" in text for text in errors)
 
 
-def test_a_rank_that_catches_an_exception_of_its_pass_waits_for_the_next_one(members):
+def test_a_rank_that_catches_an_exception_of_its_pass_waits_for_the_next_pass(members):
     assert members(2, uneven_programs.passes_with_a_caught_exception) == [5, 6]
 
 
@@ -246,8 +246,8 @@ def test_a_pass_that_ends_within_a_mini_batch_ends_it(members):
 
 
 @pytest.mark.parametrize(("torchs", "least"), [(True, 1), (False, 1), (False, 2)], ids=["torch's", "ours", "later"])
-def test_one_of_both_joins_alone_is_a_mismatch_at_once(members, tmp_path, torchs, least):
-    """The rank with more data waits in a layer under torch's Join, under ours in a collective of DDP."""
+def test_torchs_join_or_client_join_alone_is_a_mismatch_at_once(members, tmp_path, torchs, least):
+    """Under torch's Join the rank with more data waits in a layer, under client.join in a collective of DDP."""
     errors = members(2, uneven_programs.train_under_one_join, torchs, least, str(tmp_path / "rendezvous"))
     assert errors[torchs][0] == "RoundMismatch"
     text = errors[torchs][1]
@@ -286,7 +286,7 @@ def test_without_a_connection_join_waits_for_no_rank():
         model(torch.randn(4, 3))
 
 
-def test_an_exception_inside_reaches_the_others_and_pauses_no_member():
+def test_an_exception_inside_a_pass_reaches_the_others_and_pauses_no_member():
     master = MemoryMaster()
 
     def member(number):
@@ -329,7 +329,7 @@ def test_join_pauses_when_the_generator_around_it_is_closed(monkeypatch):
     connection.close()
 
 
-def test_rejoining_members_are_resumed_by_the_next_master(world):
+def test_rejoining_members_are_resumed_by_the_next_server(world):
     for member in world.members:
         participation(member, Participation.PAUSED)
     for member in world.members:

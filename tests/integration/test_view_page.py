@@ -137,7 +137,7 @@ def test_the_rows_of_the_ranks_have_all_their_numbers(chromium, open_view):
         assert fact in row, row
 
 
-def test_of_64_ranks_those_with_a_flag_come_first_and_a_button_shows_all(chromium, open_view):
+def test_of_64_ranks_the_flagged_ranks_come_first_and_a_button_shows_all(chromium, open_view):
     open_view("slow", ranks=64, layers=151)
 
     def ranks():
@@ -200,7 +200,7 @@ def test_a_long_path_of_the_server_is_its_title(chromium, open_view):
 
 
 def hot(driver):
-    """Rows of the map with a cell that stands out, by its colour."""
+    """Rows of the heat map with a cell in the colour `--hot`."""
     script = """
         const canvas = document.querySelector("#layers canvas"), style = getComputedStyle(document.documentElement);
         const pen = canvas.getContext("2d"), rows = document.querySelectorAll("#layers .labels > span").length;
@@ -264,7 +264,7 @@ def test_focus_stays_over_sixty_updates_and_the_screen_reader_is_silent(chromium
     assert chromium.execute_script("return window.spoken") == 0
 
 
-def test_a_redraw_of_64_ranks_and_151_layers_cannot_be_felt(chromium, open_view):
+def test_a_redraw_of_64_ranks_and_151_layers_is_not_noticeable(chromium, open_view):
     open_view("slow", ranks=64, layers=151, period=0.2)
     wait_for(chromium, "bn1: ", "#reading", 5)
     chromium.find_element(By.ID, "more-ranks").click()
@@ -311,7 +311,7 @@ def test_a_silent_server_leaves_its_last_state_with_its_time(chromium, open_view
     assert len(chromium.find_elements(By.CSS_SELECTOR, "#ranks tbody tr")) == 8
 
 
-def test_names_of_others_are_text(chromium, open_view):
+def test_names_from_other_processes_are_shown_as_text(chromium, open_view):
     open_view("data", job=HOSTILE, layer=HOSTILE, others=["<script>alert(2)</script>"])
     wait_for(chromium, HOSTILE, "#banner .job")
     wait_for(chromium, HOSTILE, "#reading", 5)
@@ -353,10 +353,10 @@ def test_with_too_many_readers_the_page_reports_it_and_retries(chromium, tmp_pat
             wait_for(chromium, f"The view says: too many readers: {MAX_STREAMS} are connected", seconds=5)
         wait_for(chromium, "Healthy", "#banner", START_SECONDS)
         assert "too many readers" not in text(chromium)
-        errors(chromium)  # the 503
+        errors(chromium)  # drops the browser's error about status 503
 
 
-def test_a_view_that_ends_leaves_its_last_word(chromium, tmp_path):
+def test_a_view_that_ends_leaves_its_last_state(chromium, tmp_path):
     port = free_port()
     with page_server(tmp_path, port, {"state": "healthy"}):
         open_page(chromium, port)

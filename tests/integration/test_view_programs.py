@@ -164,7 +164,7 @@ def test_prometheus_scrapes_it_and_loads_the_rules(server, job, tmp_path):
         assert "StatsdBnNonFinite" in {rule["name"] for rule in group["rules"]}
 
 
-def test_a_page_where_another_one_listens_exits_with_3(server, capsys):
+def test_view_exits_with_3_if_its_port_is_taken(server, capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         assert main(["view", server.endpoint, "--http", address]) == 3

@@ -34,10 +34,10 @@ from support.paths import ROOT, TESTS
 RANKS = 4
 PROGRAM = TESTS / "programs/resnet/train.py"
 
-# A straggler is known after a warm-up of half a minute and a full minute; the machine may be slow.
+# The server reports a straggler after half a minute of warm-up and a full minute; the machine may be slow.
 KNOWN_SECONDS = 170.0
 
-# Length of the charts in a picture.
+# Seconds of training that the charts of a screenshot show.
 PICTURE_SECONDS = 30.0 if os.environ.get("STATSD_BN_SCREENSHOTS") else 1.0
 
 pytestmark = [pytest.mark.alone, pytest.mark.processes, pytest.mark.long, pytest.mark.timeout(400)]

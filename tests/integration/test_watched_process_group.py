@@ -47,7 +47,7 @@ def test_ranks_without_the_transport_all_get_the_reason(pool, server, job, trans
     assert all(unwrap(one.result(timeout=60)).startswith(f"{NEEDS}{text}") for one in futures)
 
 
-def test_ranks_different_from_the_jobs_are_an_error(ranks, server, job):
+def test_ranks_of_the_process_group_that_differ_from_the_jobs_are_an_error(ranks, server, job):
     for text in ranks(2, watched_programs.in_another_order, server.endpoint, job):
         assert "rank 0: expected rank 0 of 2 in torch's default process group, got rank 1 of 2 (and 1 more)" in unwrap(
             text
@@ -68,7 +68,7 @@ def test_ranks_in_different_layers_get_a_mismatch(over):
     ("transport", "after", "outcome"),
     [(CHOSEN, OVER_SERVER, True), (WATCHED, OVER_PROCESS_GROUP, "client.join() cannot use a process group")],
 )
-def test_join_goes_back_to_the_server_unless_the_process_group_was_asked_for(over, transport, after, outcome):
+def test_join_switches_to_the_server_unless_the_process_group_was_requested(over, transport, after, outcome):
     for before, found, text in over(transport, 2, watched_programs.join):
         assert (before, found) == (OVER_PROCESS_GROUP, after)
         assert text is outcome or str(text).startswith(str(outcome))

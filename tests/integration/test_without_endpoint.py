@@ -1,4 +1,4 @@
-"""Joining without an endpoint: where the master listens, who learns its endpoint, and errors without a master."""
+"""Joining without an endpoint: where the server listens, who learns its endpoint, and errors without a server."""
 
 import itertools
 import os
@@ -58,7 +58,7 @@ by_name = pytest.mark.skipif(not resolves(socket.gethostname()), reason="this ho
 
 @pytest.fixture
 def launch(tmp_path):
-    """Starts the processes of a job like a launcher without a store, and kills what is left of them."""
+    """Starts the processes of a job like a launcher without a store, and kills the remaining ones."""
     with ExitStack() as stack:
 
         def run(program, processes, **environ):
@@ -102,12 +102,12 @@ def join(environ, rank, join_at=lambda *found: found, **given):
 @pytest.mark.long
 @by_name
 @with_proc
-def test_processes_meet_as_often_as_they_like_and_share_the_store_with_a_process_group(launch):
+def test_processes_meet_repeatedly_and_share_the_store_with_a_process_group(launch):
     """Without torchrun: member 0 has the store. The launcher claims several nodes, so there are keys."""
     run = launch("meet_twice", 2, **SEVERAL_NODES)
     first, second = run[0].line("covers 2"), run[0].line("covers 2")
     assert f" to tcp://{socket.gethostname()}:" in first
-    assert first != second, "another master"
+    assert first != second, "the second time there is another server"
     for process in run:
         process.line("through")
         assert process.end() == 0, process.errors
@@ -118,7 +118,7 @@ def test_processes_meet_as_often_as_they_like_and_share_the_store_with_a_process
 @pytest.mark.parametrize(
     "program", ["go_on_after_member_0", pytest.param("go_on_after_member_0_in_forked_children", marks=pytest.mark.long)]
 )
-def test_member_0_is_at_its_end_and_stays_until_the_others_are(launch, program):
+def test_member_0_stays_at_its_end_until_the_others_have_ended(launch, program):
     first, second = launch(program, 2)
     first.line("at the end")
     with pytest.raises(subprocess.TimeoutExpired):
@@ -131,7 +131,7 @@ def test_member_0_is_at_its_end_and_stays_until_the_others_are(launch, program):
 
 @with_proc
 @pytest.mark.long
-def test_a_member_that_was_busy_when_its_master_ended_does_not_wait_for_another(launch):
+def test_a_member_that_was_busy_when_its_server_ended_does_not_wait_for_another_server(launch):
     first, second = launch("be_busy_when_member_0_ends", 2)
     for process in (first, second):
         process.line("covers 2")
@@ -142,7 +142,7 @@ def test_a_member_that_was_busy_when_its_master_ended_does_not_wait_for_another(
     assert second.end() == 0
 
 
-def test_on_one_node_the_master_listens_in_a_private_folder_without_keys(environ):
+def test_on_one_node_the_server_listens_in_a_private_folder_without_keys(environ):
     endpoint, keys, who = join(environ, 0)
     folder = Path(endpoint.removeprefix("ipc://")).parent
     check_folder(folder)
@@ -173,7 +173,7 @@ for look in (lambda: ask(endpoint), lambda: client.connect(endpoint, rank=1, wor
 @needs_another_user
 @with_proc
 def test_another_user_cannot_find_or_join_the_server_that_member_0_has_started(launch):
-    """The path is public: every user that can connect to the store can read it. The folder is private."""
+    """The socket's path is public: every user that can connect to the store can read it. Its folder is private."""
     port = str(free_port(""))
     first, second = launch("go_on_after_member_0", 2, MASTER_PORT=port)
     first.line("at the end")
@@ -241,7 +241,7 @@ def test_on_several_nodes_without_a_secret_every_process_gets_the_remedies_at_on
     assert "python -m server secret FILE" in str(caught.value)
 
 
-def test_two_jobs_with_one_store_have_a_master_each(environ):
+def test_two_jobs_with_one_store_have_a_server_each(environ):
     endpoints = {job: join(environ, 0, job=job)[0] for job in ("left", "right")}
     assert endpoints["left"] != endpoints["right"]
     for job, endpoint in endpoints.items():
@@ -253,13 +253,13 @@ def test_different_values_of_master_addr_are_an_error(environ):
     del environ["LOCAL_WORLD_SIZE"]
     join(environ, 0)
     address = StoreAddress(socket.gethostname(), int(environ["MASTER_PORT"]))
-    # Reaching the store by the host's name is not tested here.
+    # Use the same store under the host's name, which may not resolve to the store's address.
     own_server._stores[os.getpid(), address] = own_server._stores[os.getpid(), address._replace(host="127.0.0.1")]
     with pytest.raises(ConfigurationError, check=says(r"MASTER_ADDR: expected the same on all .* at ipc://\S+\. Give")):
         join({**environ, "MASTER_ADDR": address.host, "STATSD_BN_SECRET": SECRET}, 1)
 
 
-def test_processes_of_one_node_that_are_started_anew_take_no_notice_of_the_master_before(environ):
+def test_restarted_processes_of_one_node_ignore_the_former_server(environ):
     join({**environ, "TORCHELASTIC_RESTART_COUNT": "0"}, 0)
     restarted = {**environ, "TORCHELASTIC_RESTART_COUNT": "1"}
     with pytest.raises(ServerUnreachable, match="for rank 0 to announce a server"):
@@ -269,7 +269,7 @@ def test_processes_of_one_node_that_are_started_anew_take_no_notice_of_the_maste
     assert join(restarted, 1)[0] == endpoint
 
 
-def test_a_master_that_does_not_start_is_an_error_on_all_ranks(environ, monkeypatch):
+def test_a_server_that_does_not_start_is_an_error_on_all_ranks(environ, monkeypatch):
     monkeypatch.setenv("STATSD_BN_LOG_LEVEL", "loud")
     errors = in_threads([lambda rank=rank: outcome(lambda: join(environ, rank)) for rank in range(2)])
     assert all(isinstance(error, ServerUnreachable) for error in errors)
@@ -292,7 +292,7 @@ def test_a_folder_open_to_others_is_an_error_on_all_ranks(environ, monkeypatch):
     assert "to be closed to other users" in str(errors[1])
 
 
-def test_a_member_0_that_cannot_join_stops_its_master(environ):
+def test_a_member_0_that_cannot_join_stops_its_server(environ):
     started = []
 
     def refuse(*_):
@@ -305,7 +305,7 @@ def test_a_member_0_that_cannot_join_stops_its_master(environ):
     assert master._process.wait(20) == 0
 
 
-def test_a_member_0_that_times_out_leaves_its_master_to_the_others(environ):
+def test_a_member_0_that_times_out_leaves_its_server_to_the_others(environ):
     def give_up(*_):
         raise GroupIncomplete("member 2 did not connect")
 
@@ -318,7 +318,7 @@ def test_a_member_0_that_times_out_leaves_its_master_to_the_others(environ):
 @by_name
 @with_curve
 @pytest.mark.parametrize("refusal", [ServerUnreachable, AuthenticationRefused])
-def test_the_master_of_an_earlier_life_is_not_used(environ, refusal, caplog):
+def test_the_server_of_an_earlier_epoch_is_not_used(environ, refusal, caplog):
     environ |= SEVERAL_NODES
     member_0 = StoreEntry(
         StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), 0, 2, "job default/latest life", 20.0
@@ -340,7 +340,7 @@ def test_the_master_of_an_earlier_life_is_not_used(environ, refusal, caplog):
 
 @by_name
 @with_curve
-def test_an_unreachable_master_is_an_error_without_another_one(environ, monkeypatch):
+def test_an_unreachable_server_is_an_error_if_no_other_server_is_announced(environ, monkeypatch):
     monkeypatch.setattr(own_server, "RESTART_SECONDS", 0.1)
     environ |= {**NODES, "STATSD_BN_SECRET": SECRET}
     address = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
@@ -353,7 +353,7 @@ def test_an_unreachable_master_is_an_error_without_another_one(environ, monkeypa
         join(environ, 1, join_at)
 
 
-def test_a_master_listens_on_the_address_that_others_reach(monkeypatch):
+def test_a_server_listens_on_the_address_that_others_reach(monkeypatch):
     here = {"192.0.2.1", "2001:db8::1", "127.0.1.1"}
     known = {"here": "192.0.2.1", "elsewhere": "192.0.2.2", "this-host": "127.0.1.1"}
 
@@ -372,7 +372,7 @@ def test_a_master_listens_on_the_address_that_others_reach(monkeypatch):
     assert bind_endpoint("2001:db8::2") == "tcp://[::]:*"
 
 
-def test_an_address_of_this_host_is_known_as_one():
+def test_an_address_of_this_host_is_recognised():
     assert own_server._is_local(socket.AF_INET, "127.0.0.1")
     assert not own_server._is_local(socket.AF_INET, "192.0.2.1"), "an address for documentation (RFC 5737)"
 
@@ -382,5 +382,5 @@ def test_the_endpoint_has_the_launchers_name_and_the_servers_port():
     assert public_endpoint("2001:db8::1", "tcp://[2001:db8::1]:4711") == "tcp://[2001:db8::1]:4711"
 
 
-def test_a_name_that_cannot_be_one_is_none_of_this_host():
+def test_an_invalid_name_is_no_name_of_this_host():
     assert bind_endpoint("a..b") == "tcp://0.0.0.0:*"

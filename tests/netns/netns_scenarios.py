@@ -22,7 +22,7 @@ DEADLINE = 8.0
 # Extra time of a member before it gives up on a silent server.
 GRACE_SECONDS = 5.0
 
-# Until all know of a silent member: 3.5 s of silence, a tick every quarter of a second, and TCP's retransmissions.
+# Most time until all know of a silent member: 3.5 s of silence, a tick each quarter of a second, TCP's retransmissions.
 KNOWN_SECONDS = 10.0
 
 SHORT_PARTITION, LONG_PARTITION = 1.5, 5.0
@@ -50,7 +50,7 @@ def partition_that_heals() -> Result:
 
 
 def partition_that_heals_too_late() -> Result:
-    """A member is silent for too long; all others report it, and itself too when it is back."""
+    """A member is silent for too long; all others report the loss, and so does the member when it is back."""
     return _lose(lambda network, victim: network.isolate(victim), heals=True)
 
 

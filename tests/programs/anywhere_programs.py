@@ -118,7 +118,7 @@ def gradient_as_bucket_view() -> None:
 
 
 def no_sync() -> None:
-    """Torch broadcasts no buffers in a pass that follows one under `no_sync`."""
+    """Torch broadcasts no buffers in a pass that follows a pass under `no_sync`."""
     model = DistributedDataParallel(client.convert_model(Network()))
     counted = broadcasts(model)
     with client.connect():
@@ -213,7 +213,7 @@ def print_mean(network: nn.Module) -> None:
 
 
 def local() -> None:
-    """Each rank claims to run on the machine that MACHINES lists for it; the test has only one."""
+    """Each rank claims to run on the machine that MACHINES lists for it; the test has only one machine."""
     machines, rank = os.environ["MACHINES"].split(","), distributed.get_rank()
     inputs = [torch.randn(8, 3, generator=torch.Generator().manual_seed(each)) for each in range(len(machines))]
     expected = nn.BatchNorm1d(3)

@@ -1,4 +1,4 @@
-"""A script under torchrun that trains each kind of wrapper without and with a late rank that gets stack requests."""
+"""A script under torchrun that trains each kind of wrapper twice; in the second run a late rank gets stack requests."""
 
 import sys
 import time

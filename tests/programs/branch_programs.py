@@ -1,4 +1,4 @@
-"""Compiled networks with branches: as members of a job, and the order of their rounds alone."""
+"""Compiled networks with branches: their training as members of a job, and their order of rounds without a job."""
 
 from collections.abc import Callable
 from unittest import mock

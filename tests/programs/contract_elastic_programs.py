@@ -23,7 +23,7 @@ PAUSE_SECONDS = 0.01
 WORLD_SIZE = 3
 LEAVER, NEWCOMER = 2, 3
 
-# With these numbers all members have equally many batches, whenever the newcomer joins; their last ones differ in size.
+# With these numbers all members have equally many batches, whenever the newcomer joins; last batches differ in size.
 SAMPLES, BATCH, COMMIT_EVERY = 50, 3, 3
 
 # Commits are after the batches 3 and 6 of an epoch.
@@ -76,7 +76,7 @@ def loss_of(model: nn.Module, samples: Tensor) -> Tensor:
 
 
 def live(endpoint: str, folder: str, rank: int, says_why: bool) -> Life:
-    """One member's life; with `says_why` the leaver's exception ends its connection, else it leaves in good order."""
+    """One member's life; with `says_why` the leaver's exception ends its connection, else it leaves without a cause."""
     called = Path(folder) / "newcomer"
     if rank == NEWCOMER:
         _wait_for(called.exists)

@@ -49,7 +49,7 @@ class Mode:
 
 
 class Network(nn.Module):
-    """Smooth, and without a bias that a batch norm cancels: its gradient would be rounding errors."""
+    """Smooth, and without a bias before a batch norm: such a bias has no effect; its gradient is rounding errors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ def take_commands(
     if transport == OVER_PROCESS_GROUP:
         distributed.init_process_group("gloo", init_method=f"file://{store}", rank=member, world_size=world_size)
     who: dict[str, Any] = {"job": job, "rank": member, "world_size": world_size, "transport": transport}
-    os.environ["STATSD_BN_INSECURE"] = "1"  # for tests that reset its TCP connection
+    os.environ["STATSD_BN_INSECURE"] = "1"  # `test_resets.py` has a server on TCP
     with client.connect(endpoint, **who, round_timeout=100.0) as connection:
         pipe.send("ready")
         while True:

@@ -57,7 +57,7 @@ def load_a_batch() -> None:
     time.sleep(6.0)
 
 
-# Collectives in the connection after the last batch.
+# Collectives after the last batch, while the connection is still open.
 AT_THE_END = {
     "fewer, then a barrier inside": distributed.barrier,
     "fewer, then a reduction inside": lambda: distributed.all_reduce(torch.ones(1)),

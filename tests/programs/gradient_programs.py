@@ -48,7 +48,7 @@ def without_gradients(layer: Layer, x: Tensor, factors: Tensor) -> None:
 
 
 def gradient_penalty(layer: Layer, x: Tensor, factors: Tensor) -> None:
-    """WGAN-GP: the norm of each sample's input gradient is driven to 1, and the loss differentiated by everything."""
+    """WGAN-GP: the loss has a penalty on the norm of each sample's input gradient, so backward differentiates twice."""
     score = (layer(x).tanh() * factors).sum()
     (gradient,) = torch.autograd.grad(score, x, create_graph=True)
     penalty = (gradient.flatten(1).square().sum(1).sqrt() - 1).square().sum()
@@ -120,7 +120,7 @@ def _run(program: Callable[..., None], layer: nn.Module, run: Layer, x: Tensor, 
 
 
 def input_that_requires_a_gradient_on_rank_0(who: Any, steps: int, *, is_compiled: bool) -> str:
-    """Returns step and error; before, all ranks' inputs require a gradient for `steps` steps."""
+    """Returns the error and its step; in the first `steps` steps all ranks' inputs require a gradient."""
     layer = client.convert_model(nn.BatchNorm1d(3).double())
     layer.layer_name = "stem.bn"
     run = torch.compile(layer, backend="aot_eager") if is_compiled else layer

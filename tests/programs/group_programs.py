@@ -94,7 +94,7 @@ def as_member_of_many_groups(connection: client.Connection, backend: str | None)
 
 @contextmanager
 def _on_host(member: int) -> Any:
-    """As torchrun starts three members on the first node and one on the second."""
+    """Sets torchrun's variables for three members on the first node and one on the second."""
     variables = {"LOCAL_WORLD_SIZE": "3" if member < 3 else "1", "GROUP_RANK": str(member // 3)}
     os.environ.update(variables)
     try:

@@ -19,7 +19,7 @@ from support.sentences import error_of
 
 STEPS = 4
 DECAY = 0.7
-BN = 1  # the place of a batch norm in the network
+BN = 1  # the index of a batch norm in the network
 
 # Limit for a batch, which takes milliseconds: a hung worker fails the test.
 WORKER_SECONDS = 15
@@ -90,7 +90,7 @@ def saved_whole(model: nn.Module) -> nn.Module:
 
 
 def saved_as_state_through_torchs_layers(model: nn.Module) -> nn.Module:
-    """Our state into torch's layers and theirs into ours, with nothing missing and nothing left over."""
+    """Loads our state into torch's layers and their state into ours, without missing or unexpected keys."""
     plain, same = network(), _blank(model)
     plain.load_state_dict(through_file(model.state_dict(), weights_only=True))
     same.load_state_dict(through_file(plain.state_dict(), weights_only=True))
@@ -197,7 +197,7 @@ def train_with_forked_workers(connection: client.Connection | None) -> tuple[Buf
 
 
 def train_with_a_plain_loader() -> tuple[Buffers, list[Tensor]]:
-    """The same training on whole batches without workers; `Images` gets a copy of the layer, which it trains."""
+    """The same training on whole batches without workers; `Images` gets a copy of the layer, and trains the copy."""
     model = network()
     evaluated = []
     for steps in (range(2), range(2, 4)):

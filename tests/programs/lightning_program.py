@@ -93,7 +93,7 @@ def main(folder: Path) -> None:
     found["warnings"] = [str(warning.message) for warning in warned if "convert_model" in str(warning.message)]
     found["after one fit"] = training.state(module.network)
     late = Late()
-    # Without DDP's broadcast of buffers: the other rank would wait there, and not in a round.
+    # With DDP's broadcast of buffers, the other rank would wait in the broadcast and not in a round.
     trainer(watch, late, strategy=DDPStrategy(broadcast_buffers=False)).fit(module)
     trainer(watch).test(module, verbose=False)
     found["after two fits"] = training.state(module.network)

@@ -82,7 +82,7 @@ def train_small_model_on_whole_batch(_members: int, steps: int) -> Buffers:
 
 
 def train_small_model(connection: client.Connection, steps: int) -> Buffers:
-    """SGD on one shard; gradients are summed over the members through a pipe of the same service."""
+    """SGD on one shard; further rounds sum the gradients over the members."""
     who = connection.member
     model = client.convert_model(small_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -192,7 +192,7 @@ def nan_on_whole_batch() -> list[np.ndarray]:
 
 
 def train_with_checkpoints(connection: client.Connection, steps: int, reentrant: bool) -> tuple[Buffers, object, int]:
-    """SGD on one shard, with the whole model in a checkpoint; the rounds of the layers only."""
+    """SGD on one shard, with the whole model in a checkpoint; returns state, input gradients and the layers' rounds."""
     who = connection.member
     model = client.convert_model(small_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -351,7 +351,7 @@ def _network(momentum: float | None) -> nn.Module:
 
 
 def _trained(run: nn.Module, model: nn.Module, member: int, steps: int) -> Buffers:
-    """Three steps on this member's shard, then eval: weights, buffers, the last input gradient, the eval output."""
+    """Steps on this member's shard, then eval: weights, buffers, the last input gradient, the eval output."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         x, factors = (whole.chunk(2)[member] for whole in batch(step))
@@ -374,7 +374,7 @@ def train_compiled(connection: client.Connection, backend: str, momentum: float 
 
 
 def train_with_member_0_compiled(connection: client.Connection, backend: str, steps: int) -> list[Buffers]:
-    """First member 0 compiled and member 1 eager, then both eager."""
+    """First member 0 is compiled and member 1 eager, then both members are eager."""
     torch.compiler.reset()
     member = connection.rank
     model = _network(0.1)
@@ -413,7 +413,7 @@ def order_of_compiled_branches(connection: client.Connection, backend: str) -> l
 
 
 def compiled_twice_on_the_same_input(connection: client.Connection, backend: str) -> tuple[int, int]:
-    """How many rounds there were, and how many batches the layer has seen."""
+    """The number of rounds, and the number of batches that the layer has tracked."""
     torch.compiler.reset()
     layer = _layer(3)
     run = torch.compile(lambda x: layer(x).sin() + layer(x).cos(), fullgraph=True, backend=backend)

@@ -18,7 +18,7 @@ def _nothing(_model: nn.Module, _step: int) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """The number of steps of a training, and what else happens in each; the functions get the step's number."""
+    """The number of steps of a training, and functions to call in each step with the model and the step's number."""
 
     steps: int
     before: Callable[[nn.Module, int], None] = _nothing  # before the forward pass, on every member
@@ -27,7 +27,7 @@ class Run:
 
 
 def on_the_whole_batch(run: Run) -> Buffers:
-    """Without what happens on member 0 only, which must not change the result."""
+    """Leaves out `between` and `after`, which run on member 0 only and must not change the result."""
     plain = network()
     return _train_in_one_process(run, plain, plain)
 
@@ -81,7 +81,7 @@ def validate(model: nn.Module, step: int) -> None:
 
 
 def differentiate_in_eval(model: nn.Module, step: int) -> None:
-    """Eval with a backward pass, as an attack or a saliency map takes it; the weights' gradients stay as they are."""
+    """Eval with a backward pass, as for an adversarial attack or a saliency map; the weights' gradients are kept."""
     gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     model.eval()
     x = member_programs.batch(1000 + step)[0].requires_grad_()
@@ -111,7 +111,7 @@ def freeze_the_beginning(model: nn.Sequential, _step: int) -> None:
 
 
 def eval_on_its_own(connection: client.Connection, options: dict[str, object]) -> tuple[list[torch.Tensor], int]:
-    """Output and input gradient in eval of this member's own input, ours and torch's, and the rounds it took."""
+    """In eval: output and input gradient of our layer and of torch's, on this member's input, and the rounds so far."""
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(connection.rank), dtype=torch.float64)
     found = []
     for kind in (client.SynchronizedBatchNorm1d, nn.BatchNorm1d):

@@ -1,4 +1,4 @@
-"""What processes do in `test_moments.py`: moments of every kind of input, and running ones through a checkpoint."""
+"""What processes do in `test_moments.py`: moments of every kind of input, and running moments with a checkpoint."""
 
 import copy
 import io
@@ -24,7 +24,7 @@ def whole(seed: int, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
 
 
 def mask_of(x: Tensor) -> Tensor:
-    """Which of the whole batch's rows and last positions count."""
+    """A mask for the whole batch `x`, shape (11, 2): which rows and positions of the last dimension count."""
     return (torch.arange(len(x) * FEATURES[1]) % 3 > 0).view(-1, FEATURES[1])
 
 
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Tensor, Any, Tensor | None, float]] = {
 
 
 def moments(process: Any) -> dict[str, np.ndarray]:
-    """Count, mean and variance in each case; in eval, without gradients and with a process group they are the same."""
+    """Count, mean and variance in each case; the variance is the same in inference mode with a process group."""
     found = {}
     for name, (x, dim, mask, correction) in CASES.items():
         mine = x.split(SIZES)[process.rank].requires_grad_()
@@ -77,5 +77,5 @@ def running(process: Any) -> dict[str, np.ndarray]:
 
 
 def masked_batch(number: int) -> tuple[Tensor, Tensor]:
-    """A batch of all ranks; in the first one nothing counts."""
+    """A batch of all ranks, and its mask, which leaves out all of batch 0."""
     return whole(10 + number, torch.float32, 1000.0 * number), torch.arange(sum(SIZES)) % 4 < number

@@ -1,4 +1,4 @@
-"""Forks again and again while another thread computes with the native core's threads; all compute the same, and end."""
+"""Forks repeatedly while another thread computes in the native core; all processes compute equal sums, and end."""
 
 import ctypes
 import os

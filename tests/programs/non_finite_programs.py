@@ -59,7 +59,7 @@ def _step(layer: nn.Module, value: float, phase: str, how: str) -> None:
 
 
 def _overflow(layer: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> None:
-    """One step of AMP with scaled gradients beyond float32, which the scaler skips."""
+    """One step of AMP, which the scaler skips, since scaled gradients exceed float32."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     optimizer.zero_grad()

@@ -17,7 +17,7 @@ PERIOD_SECONDS = 0.5
 
 
 class States:
-    """In place of a feed: makes a snapshot each second, from the file."""
+    """Stands in for `Feed`: makes a snapshot from the file once per period."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -41,7 +41,7 @@ def train(connection: client.Connection, store: str, schedule: str) -> tuple[int
             optimizer.zero_grad()
             runner.step(*([x] if number == 0 else []), **({"target": factors} if number == STAGES - 1 else {}))
             for parameter in part.parameters():
-                parameter.grad.mul_(SHARES)  # the sum, of which DistributedDataParallel gives the mean
+                parameter.grad.mul_(SHARES)  # the sum; DistributedDataParallel gives the mean
             optimizer.step()
     return number, state(part)
 
@@ -67,7 +67,7 @@ def stage(number: int) -> nn.Module:
 
 
 def _like_a_micro_batch(number: int) -> Tensor:
-    """The stage's input. Without it torch runs the stage once on random numbers to infer the output."""
+    """A tensor like the input of stage `number`. Without such tensors torch runs a stage to infer its output."""
     samples = SAMPLES // SHARES // CHUNKS
     return torch.empty(samples, FEATURES[number], dtype=torch.float64, device="meta", requires_grad=number > 0)
 

@@ -39,7 +39,7 @@ def train_under_ddp(rank: Any, mode: ddp_programs.Mode, steps: int, backend: str
 
 
 def in_pairs(rank: Any, case: whole_batch.Case, how: str) -> whole_batch.Result:
-    """Ranks 0 and 1 synchronise, and 2 and 3, by one of the ways to select a process group."""
+    """Ranks 0 and 1 synchronise, and so do ranks 2 and 3; `how` names a way to select the process group."""
     pairs = [keep(distributed.new_group(ranks)) for ranks in ([0, 1], [2, 3])]
     mine = pairs[rank.rank // 2]
     layer = _in_process_group(case.layer(synchronised=False), mine, how)
@@ -124,7 +124,7 @@ def lie(rank: Any, what: str, place: int, number: int) -> str:
 
 
 def _forged_number(liar: int, rank: Any, place: int, number: int) -> Any:
-    """Make one rank change a number in its second message; the first one announces the ranks' hosts."""
+    """Make one rank change a number in its second message; the first message announces the ranks' hosts."""
     messages, gathered = itertools.count(), process_group._gather
 
     def changed(group: Any, words: Any) -> Any:
@@ -171,7 +171,7 @@ def join(_rank: Any) -> str:
 
 
 def compile_before_there_are_ranks(store: str, rank: int) -> list[np.ndarray]:
-    """A compiled layer that was alone at first; returns its outputs alone and in company."""
+    """A compiled layer that was alone at first; returns its outputs alone and with the other rank."""
     layer = client.SynchronizedBatchNorm1d(2, affine=False).double()
     layer.layer_name = "compiled early"
     run = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -210,7 +210,7 @@ def differ(rank: Any, seconds: float, endpoint: str = "", job: str = "") -> tupl
         for module, name in ((samples, "SECONDS"), (samples, "SETTLE_SECONDS"), (process_group_monitor, "SECONDS")):
             stack.enter_context(mock.patch.object(module, name, LOOK_SECONDS))
         stack.enter_context(mock.patch.object(skew, "MIN_SECONDS", 0.0))
-        # The process may have run another test before.
+        # An earlier test may have left reports in this process.
         stack.enter_context(mock.patch.object(non_finite, "_local_reports", {}))
         where = {"endpoint": endpoint, "rank": rank.rank, "world_size": size, "job": job}
         connection = stack.enter_context(client.connect(**where)) if endpoint else None

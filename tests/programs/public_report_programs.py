@@ -155,7 +155,7 @@ def other_order_of_keys(part: Part) -> Seen:
 
 
 def spawned_workers(part: Part) -> Seen:
-    """Started while connected, they evaluate a synchronised layer."""
+    """Workers that are spawned while this process is connected evaluate a synchronised layer."""
     model, batches = network(), part.batches(FEATURES)
     layer = client.convert_model(nn.BatchNorm1d(FEATURES, affine=False).double().eval())
     options = {"num_workers": 1, "multiprocessing_context": "spawn", "timeout": 60}

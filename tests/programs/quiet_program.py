@@ -62,7 +62,7 @@ class Quiet:
                 distributed.recv(torch.ones(1), 0)
 
     def wait_in_a_smaller_group_first(self) -> None:
-        """Rank 2 waits for 0, and 0 for 1, each in another group."""
+        """Rank 2 waits for rank 0 in the default group, and rank 0 for rank 1 in a smaller group."""
         self.send_messages()
         if self.rank == 1:
             time.sleep(LONG)
@@ -91,7 +91,7 @@ def main() -> None:
             quiet.model(batch()).square().sum().backward()
             before = len(questions)
             getattr(quiet, way)()
-            # One line at a time, or the lines of two ranks would mix.
+            # In one write, or the lines of two ranks would mix.
             sys.stdout.write(f"{way} {connection.rank} {'asked' if len(questions) > before else 'forgotten'}\n")
             sys.stdout.flush()
         quiet.model(batch()).square().sum().backward()

@@ -19,14 +19,14 @@ from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray, Rows, sum_in_order
 from statsd_bn.round_key import BACKWARD
 
-# Channels of rows: most as of a small layer, some of a wide one, and a few too large for shared memory.
+# Numbers of channels: usually of a small layer, sometimes of a wide layer, and rarely too many for shared memory.
 SIZES = (1, 3, 16, 64, 256, 2048, 20_000)
 WEIGHTS = (8, 8, 8, 8, 8, 2, 0.01)
 
-# How often a member is late, and at most how long, in seconds: briefly, or so long that it is reported to the server.
+# Pauses before a round, as (probability, most seconds): short ones, and ones so long that the server hears of the wait.
 PAUSES = ((1e-2, 1e-3), (2e-5, 0.2))
 
-# How often the same rows are also sent over the server.
+# Probability that the same rows are also sent over the server.
 OVER_SERVER = 1e-3
 
 VECTORS = 2

@@ -1,4 +1,4 @@
-"""Training with subclasses of torch's batch norm, for tests, and as a script under DistributedDataParallel: FILE."""
+"""Training with subclasses of torch's batch norm, for tests; as a script it trains under DDP and writes FILE."""
 
 import sys
 from contextlib import nullcontext
@@ -46,7 +46,7 @@ class Training:
         torch.manual_seed(0)
         if self.network in KINDS:
             pairs = [(nn.Conv2d(2, 2, 1), kind(2)) for kind in KINDS[self.network]]
-            for _, layer in pairs:  # a bias before another batch norm gets no gradient: from 0, only rounding errors
+            for _, layer in pairs:  # from 0, a bias before a batch norm would become a mere rounding error
                 nn.init.uniform_(layer.weight, 0.5, 1.5)
                 nn.init.uniform_(layer.bias)
             return nn.Sequential(*(layer for pair in pairs for layer in pair)).double()

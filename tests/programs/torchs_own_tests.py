@@ -1,4 +1,4 @@
-"""Torch's own distributed tests of `nn.SyncBatchNorm` on our layers, under torchrun, with the CPU for the GPU.
+"""Torch's own distributed tests of `nn.SyncBatchNorm` on our layers, under torchrun, on the CPU instead of GPUs.
 
 Rank 0 prints the transport and name of each passed test; a failure raises.
 """
@@ -74,7 +74,7 @@ def stay_on_the_cpu() -> None:
 def run() -> None:
     distributed.init_process_group("gloo")
     stay_on_the_cpu()
-    # Only this class: nn.BatchNorm1d is the reference of the tests.
+    # Replace only this class: nn.BatchNorm1d is the reference of the tests.
     nn.SyncBatchNorm = client.SynchronizedBatchNorm
     for transport in TRANSPORTS:
         with _way_to(transport):
@@ -93,7 +93,7 @@ def _way_to(transport: str) -> AbstractContextManager[Any]:
 def run_over(transport: str) -> None:
     for name in names_for(TorchsOwn.world_size):
         set_rng_seed(1)
-        # Without the decorators, which would skip it where there is no GPU.
+        # Without the decorators, which skip the test where there is no GPU.
         inspect.unwrap(getattr(TorchsOwn, name))(TorchsOwn(name))
         distributed.barrier()
         if TorchsOwn.rank == 0:

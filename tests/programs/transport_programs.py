@@ -23,7 +23,7 @@ SIZES = (4, 0, 2, 3)
 
 
 def every_kind_of_call(process: Any) -> dict[str, np.ndarray]:
-    """Each call's output and gradients, and the buffers they leave."""
+    """Each call's output and gradients, and the layer's buffers after the call."""
     found: dict[str, Tensor] = {}
     for number, (name, run) in enumerate(CALLS.items()):
         layer = _layer()
@@ -134,7 +134,7 @@ def _traced_by_fx(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
 def _refused_by_jit(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for deprecated in (DeprecationWarning, FutureWarning):  # since torch 2.14 the latter
+        for deprecated in (DeprecationWarning, FutureWarning):  # torch 2.14 has a FutureWarning
             warnings.filterwarnings("ignore", ".torch.jit", deprecated)
         with pytest.raises(TypeError, check=says("layer 'layer': .* traced by torch.jit.trace in training mode")):
             torch.jit.trace(layer, x.detach())

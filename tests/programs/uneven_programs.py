@@ -114,7 +114,7 @@ def mini_batches_that_moved(connection: Connection) -> list[int]:
 
 @dataclass
 class Expected:
-    """By member."""
+    """Each member's results: one entry per member in each list."""
 
     outputs: list[list[Tensor]] = field(default_factory=list)
     gradients: list[list[Tensor]] = field(default_factory=list)
@@ -151,7 +151,7 @@ def train_under_one_join(connection: Connection, torchs: bool, least: int, rende
             with Join([ddp]) if torchs else client.join(ddp):
                 for number in range(least + connection.rank):
                     (ddp(batch(connection.rank, number).float()) ** 3).mean().backward()
-    except Exception as error:  # noqa: BLE001 - one of ours, or gloo's when the other rank has ended
+    except Exception as error:  # noqa: BLE001 - our error, or gloo's when the other rank has ended
         return type(error).__name__, str(error)
     finally:
         del ddp

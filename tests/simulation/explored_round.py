@@ -14,7 +14,7 @@ CORE, PROGRAMS = ROOT / "client" / "native" / "core", ROOT / "tests" / "simulati
 
 COMPILER = next((path for name in COMPILERS if (path := shutil.which(name))), "")
 
-# What happens in a group: explore.c takes the sum of these.
+# Events in a group: explore.c takes the sum of the chosen ones.
 OTHER_KEY, CLOSES, ESCALATES, KILLS = 1, 2, 4, 8
 
 # The explorer copies all memory for each state, so slots have room for only one row.

@@ -50,7 +50,7 @@ def bug(found_last: int) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
 
 
 def instead(owner: Any, name: str, wrong: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Puts `wrong(right, *args)` in the place of a method."""
+    """Replaces a method by `wrong`, whose first argument, `right`, is the original method."""
     right = getattr(owner, name)
     put: Any = functools.wraps(right)(lambda *args, **named: wrong(right, *args, **named))
     is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
@@ -89,19 +89,19 @@ def arrival_order_sum() -> Any:
 
 @bug(19)
 def reply_lost_on_restart() -> Any:
-    """A member sends a new master none of its latest results."""
+    """A member sends a new server none of its latest results."""
     return mock.patch.object(Session, "resync_frames", lambda self: [self.register()])
 
 
 @bug(86)
 def ring_too_short() -> Any:
-    """A member resends all its results but the latest to a new master."""
+    """A member resends all its results except the latest to a new server."""
     return instead(Session, "resync_frames", lambda right, self: [self.register(), *right(self)[1:][:-1]])
 
 
 @bug(5)
 def kept_too_few() -> Any:
-    """The master keeps no answers of ended rounds, so a member that asks again gets none."""
+    """The server keeps no answers of ended rounds, so a member that asks again gets none."""
 
     def close(right: Any, self: SyncMaster, round_: Round, *args: Any) -> Any:
         replies = right(self, round_, *args)
@@ -291,13 +291,13 @@ def away_still_awaited() -> Any:
 
 @bug(18)
 def recovery_does_not_wait() -> Any:
-    """A restarted master continues with the members that are back."""
+    """A restarted server continues with the members that are back."""
     return mock.patch.object(Membership, "absent", property(lambda _: []))
 
 
 @bug(18)
 def first_result_wins_unchecked() -> Any:
-    """The results of an earlier master complete any round of their step."""
+    """The results of an earlier server complete any round of their step."""
 
     def take(right: Any, self: RecoveredResults, round_: Round) -> Any:
         aggregate = right(self, round_)
@@ -354,7 +354,7 @@ def refused_begins_recovery() -> Any:
 
 @bug(0)
 def answers_first_socket() -> Any:
-    """Only the first waiting socket is answered at once; the others when they ask again."""
+    """Only the first waiting socket is answered at once; the other sockets get the answer when they ask again."""
     right = Round.peers.fget
     return mock.patch.object(Round, "peers", property(lambda self: right(self)[:1]))
 
@@ -378,7 +378,7 @@ def dead_kept() -> Any:
 
 @bug(0)
 def steps_count_by_forward() -> Any:
-    """A step begins with each backward round rather than with the next forward one."""
+    """A step begins with each backward round rather than with the next forward round."""
 
     def contribution(right: Any, self: Session, key: Any, *args: Any) -> bytes:
         frame = right(self, key, *args)
@@ -426,7 +426,7 @@ def deadline_counts_anew() -> Any:
 
 @bug(2)
 def no_introduction_in_a_round() -> Any:
-    """A member that waits for a round does not introduce itself to a restarted master."""
+    """A member that waits for a round does not introduce itself to a restarted server."""
     return instead(RoundTrip, "_resync", lambda _right, self, now: self._retry(now))
 
 
@@ -453,7 +453,7 @@ def _reduced(round_: Round, contributions: list[Rows]) -> Aggregate:
 
 @bug(3)
 def memory_never_escalates() -> Any:
-    """A member that waits in memory waits for ever, and does not report it to the server."""
+    """A member that waits in memory waits for ever, and does not report its wait to the server."""
     return instead(MemoryRound, "_escalate", lambda _right, _self, now: ((), now + 1.0, None))
 
 
@@ -472,7 +472,7 @@ def settled_rounds_untold() -> Any:
 
 @bug(1270)
 def settled_by_the_teller_alone() -> Any:
-    """Only members that sent their rows report the end of a round in memory."""
+    """Only members that sent their rows report the end of a round in memory to the server."""
 
     def poll(right: Any, self: MemoryRound, now: float) -> Any:
         over = right(self, now)

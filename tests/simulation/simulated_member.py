@@ -103,7 +103,7 @@ class Process(SimulatedProcess):
         return max(self._longest_silence, min(self.world.clock.now, self.ended) - self._silent_since)
 
     def is_through(self, key: RoundKey, then: float) -> bool:
-        """Whether this process lives, ended the round before `then`, and was not frozen since."""
+        """Whether this process lives, ended the round before `then`, and was not frozen after `then`."""
         if self.result is not None or self.frozen_until > then:
             return False
         return any(outcome.key == key and 0.0 < outcome.ended < then for outcome in self.outcomes)

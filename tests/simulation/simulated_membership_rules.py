@@ -42,7 +42,7 @@ def check_coverage(world: "World", process: "Process", aggregate: Aggregate, tur
     if len(_registered(world, aggregate.key).union(members)) < world.plan.min_members:
         world.report("no round completes with too few", f"{process}: {aggregate.key} covers {members}")
     if process.is_of_before:
-        # The aggregate is of a round before all others began the group anew.
+        # The aggregate's round was before the other members began the group anew.
         return members
     covered = Covered(process.spans[-1].base, turn, aggregate.key, tuple(members))
     world.covered.append(covered)
@@ -55,8 +55,8 @@ def check_coverage(world: "World", process: "Process", aggregate: Aggregate, tur
 def is_a_doubles(process: "Process", aggregate: Aggregate, members: Iterable[int]) -> bool:
     """Whether an aggregate has the rows of another process with the receiver's number, as the protocol warns.
 
-    Newcomers began the group anew while the server knew of no other process; a later server then heard of the process
-    that was left out before it heard of the newcomer with its number.
+    This happens if newcomers began the group anew while the server knew of no other process, and a later server heard
+    of an old process before it heard of the newcomer with the same number.
     """
     world = process.world
     if not may_meet_another_beginning(world):
@@ -229,7 +229,7 @@ def note_sent(world: "World", frame: bytes) -> None:
 
 
 def check_no_step_grows(world: "World") -> None:
-    """Within a step, the members of each aggregate are a subset of the previous one's."""
+    """Within a step, the members of each aggregate are a subset of the previous aggregate's members."""
     delivered = {covered.key for covered in world.covered}
     latest: dict[int, RoundKey] = {}
     for key, members in world.sent.items():

@@ -32,7 +32,7 @@ FRAME_FAULTS = ("dropped", "doubled", "delayed", "reordered", "corrupted")
 RECONNECT_SECONDS = 0.1
 BEACON_RECONNECT_SECONDS = 0.05
 
-# Checked once for all servers.
+# A quota checks its values when it is made, so all servers share one.
 QUOTA = Quota()
 
 
@@ -154,7 +154,7 @@ class Network:
         for channel in self._channels:
             if channel.link:
                 self._sever(channel)
-        # The next server gets no frame that was under way to this one, not even from a host that has vanished.
+        # The next server gets no frame that was sent to this server, not even from a host that has vanished.
         for link in self._links.values():
             link.open_there = False
         self._links.clear()

@@ -133,7 +133,7 @@ def _is_harmless(fault: Fault) -> bool:
 
 
 def draw(seed: int) -> Plan:
-    """Returns the world of a seed."""
+    """Draws the plan of a seed's world."""
     rng = random.Random(seed)
     size = rng.choice((1, 2, 2, 2, 3, 3, 4, 5))
     groups = _draw_groups(rng, size)

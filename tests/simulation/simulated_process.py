@@ -77,7 +77,7 @@ class SimulatedProcess:
             self._wait_until(min(self._due, self._clock.now + WATCH_SECONDS))
 
     def freeze(self, seconds: float) -> None:
-        """Stop it for some time; frames queue."""
+        """Stop the process for some time; frames queue."""
         self.frozen_until = max(self.frozen_until, self._clock.now + seconds)
         self.frozen_seconds += seconds
         self._clock.at(self.frozen_until, self._thaw)

@@ -1,4 +1,4 @@
-"""Rules for every world and fault, apart from the sums: a member's errors must agree with the true *facts*."""
+"""Rules for every world and fault, except the check of sums: a member's errors must agree with the true *facts*."""
 
 import re
 from collections.abc import Callable
@@ -239,7 +239,7 @@ def _lives(world: "World", member: int) -> bool:
 
 
 def _all_saw_the_restart(world: "World") -> bool:
-    """A restarted master does not know members that left before the restart, so members that need them wait in vain."""
+    """A restarted server does not know members that left before the restart, so members that need them wait in vain."""
     first_end = min((fact.when for fact in world.facts if fact.how in ENDS), default=float("inf"))
     return all(back < first_end for _, back in world.server.outages)
 
@@ -399,7 +399,7 @@ def _timeout_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
     """The missing members did not contribute, are not known to be lost, and do not wait for others themselves."""
     missing = error.fields.get("missing")
     if missing is None:
-        # The member got no answer. The master would have answered with its own timeout, unless the member was frozen.
+        # The member got no answer. The server would have answered with its own timeout, unless the member was frozen.
         if outcome.process.frozen_seconds >= world.plan.deadline:
             return True
         if "last report: " in str(error):
@@ -414,7 +414,7 @@ def _timeout_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
 
 
 def _was_counted_anew(world: "World") -> bool:
-    """A restarted master counts a round's time anew; one that napped, or heard late of the round, times out late."""
+    """A restarted server counts a round's time anew; a server that napped or heard late of the round times out late."""
     return bool(world.server.outages) or bool(nap_seconds(world)) or not world.plan.weather.is_fair
 
 
@@ -463,14 +463,14 @@ def nap_seconds(world: "World") -> float:
 
 
 def _unknown_session_is_true(world: "World", outcome: "Outcome", _error: Any) -> bool:
-    """The master took the member for lost, or another run has replaced it."""
+    """The server took the member for lost, or another run has replaced the member's run."""
     number = outcome.process.number
     cut = any(fact.member == number and is_long_cut(fact) for fact in world.facts)
     return cut or _was_mute(world, number) or world.plan.relaunch or bool(world.server.outages)
 
 
 def _refusal_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
-    """Another run has begun, or after a restart members of two runs meet, one of them perhaps frozen until then."""
+    """Another run has begun, or after a restart members of two runs meet; the earlier one may have been frozen."""
     return (
         world.plan.relaunch
         or bool(world.plan.replaced_after)
@@ -517,13 +517,8 @@ TRUTHS: dict[type[BaseException], Callable[["World", "Outcome", Any], bool]] = {
 }
 
 
-if TYPE_CHECKING:
-    from simulation.simulated_member import Process
-    from simulation.simulator import World
-
-
 def opened(process: "Process", before: float) -> bool:
-    """Whether the process had heard before that time that the group was open."""
+    """Whether the process had heard before the time `before` that the group was open."""
     connects = [one for one in process.outcomes if one.what == "connect" and one.ended and not one.error]
     return any(one.ended < before for one in connects)
 
@@ -536,5 +531,5 @@ def newcomers_may_come_first(world: "World") -> bool:
 
 
 def may_meet_another_beginning(world: "World") -> bool:
-    """Whether members of a group that newcomers began anew may meet an earlier member at a still later server."""
+    """Whether newcomers may have begun the group anew, and then have met an earlier member at a still later server."""
     return len(world.server.outages) > 1 and newcomers_may_come_first(world)

@@ -1,6 +1,6 @@
-"""The fault simulator: one seed is one world of members and a master, and its faults.
+"""The fault simulator: one seed is one world of members and a server, and its faults.
 
-Members run the client's real state machines and the master is the real dispatcher, as plain functions of virtual time.
+Members run the client's real state machines and the server is the real dispatcher, as plain functions of virtual time.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TRACE_ENTRIES = 60
 
-# The rows of a world are parts of a sequence of so many numbers; a prime, so that rows begin at every place in it.
+# The rows of a world are parts of a sequence of this many numbers.
 NR_NUMBERS = 211
 
 # A world with more events has messages that cause messages without end; the busiest correct ones have a third as many.
@@ -135,7 +135,7 @@ class World:
         return self._counters()
 
     def offer_memory(self, members: int) -> int:
-        """Makes memory for a group of so many members; returns its number."""
+        """Makes memory for a group with this number of members; returns the memory's index in `memories`."""
         self.memories.append(SimulatedMemory(self, members))
         return len(self.memories) - 1
 
@@ -314,7 +314,7 @@ def _message(frame: bytes) -> str:
 def quiet() -> Iterator[None]:
     logger = logging.getLogger("statsd_bn")
     level = logger.level
-    # Each change of level clears the caches of all loggers, so many worlds share one.
+    # Each change of level clears the caches of all loggers, so many worlds share one change.
     if level != SILENT:
         logger.setLevel(SILENT)
     try:

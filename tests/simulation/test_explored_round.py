@@ -17,7 +17,7 @@ SET = "static void set(_Atomic uint64_t *word, uint64_t value) { atomic_store_ex
 LOAD = "return atomic_load_explicit(word, memory_order_%s);"
 STRICT, RELAXED = "seq_cst", "relaxed"
 
-# Original text, replacement, and the group that finds it: ranks, rounds, events.
+# Original text, replacement, and arguments of the exploration that finds the slip: ranks, rounds, events.
 SLIPS = {
     "relaxed stores": (SET % STRICT, SET % RELAXED, (2, 1, 0)),
     "stores that later loads overtake": (SET % STRICT, SET % "release", (2, 1, 0)),

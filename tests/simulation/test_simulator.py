@@ -27,7 +27,7 @@ from support.strategies import any_message
 
 QUICK_SEEDS, LONG_SEEDS = 150, 2500
 
-# Worlds, of the latest millions that were run, which found a bug in the server, in the client or in a rule itself.
+# Seeds of worlds that once found a bug in the server, in the client or in a rule.
 FOUND = (
     *(2008206, 5019170, 5029814, 5036649, 5056334, 5085893, 5103642, 5113026, 5170753, 5190410),
     *(5212662, 5242904, 5278108, 5302776, 5322876, 5331147, 5415926, 6003700, 6056572, 7007082, 7018732),
@@ -72,11 +72,11 @@ def test_a_planted_bug_is_found(name):
     assert simulate.first_finding(simulate.run_seeds(seed, seed + 1)) is None, "found without the bug as well"
 
 
-def test_the_seeds_that_are_tried_first_are_seeds_of_bugs():
+def test_the_seeds_that_are_tried_first_are_among_the_searched_ones():
     assert all(0 <= seed < MOST_SEEDS_FOR_A_BUG for seed in FOUND_LAST.values())
 
 
-def test_a_bug_that_moved_to_another_seed_is_searched_for():
+def test_a_bug_that_its_seed_no_longer_finds_is_searched_for():
     elsewhere = 1  # a world without deaths
     assert simulate.first_finding(simulate.run_seeds(elsewhere, elsewhere + 1, "death-not-announced")) is None
     found = first_found("death-not-announced", elsewhere)
@@ -132,7 +132,7 @@ def test_messages_of_a_vanished_member_do_not_reach_the_next_server():
     assert not reached
 
 
-def test_a_float_addition_rounds_as_an_exact_one_rounded_once():
+def test_each_addition_of_the_oracle_is_the_exact_sum_rounded_once():
     rng = random.Random(1)
     numbers = [[(rng.random() - 0.5) * 2.0 ** rng.randint(-60, 60)] for _ in range(200)]
     total = numbers[0][0]
@@ -141,12 +141,12 @@ def test_a_float_addition_rounds_as_an_exact_one_rounded_once():
     assert oracle.add_up(numbers) == [total]
 
 
-def test_the_oracle_sees_another_order():
+def test_the_oracle_detects_another_order():
     rows = [[1e16], [1.0], [-1e16]]
     assert not oracle.is_same(oracle.add_up(rows), oracle.add_up([rows[0], rows[2], rows[1]]))
 
 
-def test_the_oracle_tells_zeros_apart_and_takes_any_nan_for_another():
+def test_the_oracle_distinguishes_signs_of_zeros_and_not_of_nans():
     assert not oracle.is_same([0.0], [-0.0])
     assert oracle.is_same([math.nan, 1.0], [-math.nan, 1.0])
     assert not oracle.is_same([math.nan, 1.0], [math.nan, 2.0])

@@ -11,7 +11,7 @@ LINE = "torch/nn/parallel/distributed.py:1941 _sync_buffers, called from train.p
 
 
 class Process:
-    """A process's answer: its stack, and the number of operations started on each process group."""
+    """A process's answers: its stack, its collective's group and kind, and its launched operations (`of_GROUP`)."""
 
     def __init__(self, stack: str = "", held_in: str = "", kind: str = "", **launched: int) -> None:
         self.stack, self.held_in, self.kind, self.launched = stack, held_in, kind, launched

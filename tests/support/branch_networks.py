@@ -41,8 +41,8 @@ class ImageActivated(_Activated, nn.BatchNorm2d):
     """For inputs of shape (N, C, H, W)."""
 
 
-# Layer classes by whether the network has convolutions. The last class of each is not used with a cumulative average:
-# the compiler does not know the value of `num_batches_tracked`.
+# Layer classes by whether the network has convolutions. The last class of each tuple is not used with a cumulative
+# average: the compiler does not know the value of `num_batches_tracked`.
 KINDS = {False: (nn.BatchNorm1d, FlatActivated, Flat), True: (nn.BatchNorm2d, ImageActivated, Functional)}
 
 
@@ -77,7 +77,7 @@ class Network:
         for sizes in self.batches:
             if sum(sizes) < 2:
                 sizes[draw.randrange(self.ranks)] = 256
-        # Drawn last: a seed keeps the branches and batches that it had before subclasses and convolutions were added.
+        # Drawn last, so that a seed's branches and batch sizes above do not depend on the draws below.
         kinds = [draw.randrange(2 if self.momentum is None else 3) for _ in range(2)]
         self.has_images = draw.random() < 0.5
         self.kinds = [KINDS[self.has_images][kind] for kind in kinds]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-# Another order of summation changes a result by some 1e-16 per operation, a wrong weight or statistic by 1e-3 or more.
+# Another order of summation causes errors of some 1e-16 per operation; a wrong weight or statistic causes 1e-3 or more.
 TOLERANCE = 1e-10
 
 

@@ -66,7 +66,7 @@ class World:
                 if member in self.master.members("world"):
                     return
                 start(member)
-                # Wait until the newcomer has joined: after the end of this job it would start a new one and wait.
+                # Wait until the newcomer has joined: after the end of this job the newcomer would start another job.
                 wait_until(lambda: member in self.master.members("world"))
 
             arrivals = {place: (lambda member=member: arrive(member)) for member, place in newcomers.items()}

@@ -13,7 +13,7 @@ def run_as(source: str, file: str, module: str, **names: Any) -> dict[str, Any]:
 
 
 def frame_in(source: str, file: str, module: str) -> FrameType:
-    """The frame that calls `here` in code of a file and module."""
+    """Runs `source`, which calls `here()`, like `run_as`; returns the frame of that call."""
     found: list[FrameType] = []
     run_as(source, file, module, here=lambda: found.append(sys._getframe(1)))
     return found[0]

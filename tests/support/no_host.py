@@ -12,7 +12,7 @@ METHODS = {
     *("__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__", "cpu", "item", "numpy", "tolist"),
 }
 
-# Operators that return a value to the host, whose result size depends on values, or that copy numbers from the host.
+# Operators that return a value to the host, have a result whose size depends on values, or copy numbers from the host.
 OPERATORS = {
     *("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::lift_fresh", "aten::masked_select"),
     *("aten::nonzero", "aten::repeat_interleave.Tensor", "aten::_unique2"),

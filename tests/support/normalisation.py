@@ -1,4 +1,4 @@
-"""A function in another module that a subclass of a batch norm calls."""
+"""A function that subclasses of batch norms in other modules call."""
 
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn

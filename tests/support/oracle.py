@@ -12,9 +12,8 @@ from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import GATHER, RoundKey
 
-# Members as (member, life), where a life is one process of a member; aggregate: replicas, count, bytes of values.
-Lives = tuple[tuple[int, int], ...]
-Got = tuple[int, int, bytes]
+Lives = tuple[tuple[int, int], ...]  # (member, life) of each member; a life is one process of a member
+Got = tuple[int, int, bytes]  # an aggregate's replicas, count, and bytes of values
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class Ledger:
     def _choices(
         self, contributions: dict[int, list[MemberRows]], members: Iterable[int], receiver: MemberRows
     ) -> Iterator[tuple[MemberRows, ...]]:
-        """All combinations of one `MemberRows` per member: of any of its lives; for the receiver its own rows."""
+        """All combinations of `receiver` with the rows of one life of each other member."""
         lives = [[receiver] if member == receiver.member else contributions[member] for member in sorted(members)]
         return itertools.product(*lives)
 

@@ -1,4 +1,4 @@
-"""A fork server that has loaded torch and its compiler: processes start in milliseconds, with its environment."""
+"""A fork server with torch and its compiler: processes start in milliseconds, in the fork server's environment."""
 
 import multiprocessing
 import os

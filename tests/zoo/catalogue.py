@@ -81,7 +81,7 @@ def is_batch_norm(part: nn.Module) -> bool:
 
 
 def smallest(surveys: list[Survey]) -> list[Survey]:
-    """The smallest network with batch norm of each family; one with a problem if none of the family could be built."""
+    """The smallest network with batch norm of each family, or a survey with a problem if none could be built."""
     families: dict[tuple[str, str], list[Survey]] = {}
     for found in surveys:
         families.setdefault((found.architecture.library, found.architecture.family), []).append(found)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not is_there("timm"), reason="needs timm, of the
 
 NETWORKS = ["test_byobnet", "mobilenetv3_small_050"]
 
-# Small, since the loss is a plain sum: with a larger one weights and rounding errors explode.
+# Small, since the loss is a plain sum: at a larger rate weights and rounding errors explode.
 LR = 1e-5
 
 # Rounding errors grow in 20 steps of a deep network; a wrong statistic shows from 1e-3 on.

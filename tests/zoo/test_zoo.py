@@ -46,7 +46,7 @@ def test_a_synchronised_network_agrees_and_an_unsynchronised_one_would_differ():
     assert dict(found.layers) == {"BatchNorm2d": 1, "Functional": 1}
 
 
-def test_a_layer_that_is_not_synchronised_is_named_and_seen():
+def test_a_layer_that_is_not_synchronised_is_reported_and_changes_the_output():
     found = compare(specimen(nn.BatchNorm2d(3), Foreign(3)))
     assert found.differences["output"] > BAR
     assert "2: Foreign: its forward did not call batch_norm in training" in found.complaints
@@ -72,12 +72,12 @@ def test_each_kind_of_result_is_compared(kind, monkeypatch):
     assert [name for name, size in compare(specimen(nn.BatchNorm2d(3))).differences.items() if size > BAR] == [kind]
 
 
-def test_what_reverting_does_not_restore_is_named(monkeypatch):
+def test_a_module_that_reverting_does_not_restore_is_reported(monkeypatch):
     monkeypatch.setattr(client, "revert_model", lambda model: model)
     assert "reverted, 1 is a SynchronizedFunctional" in compare(specimen(Functional(3))).complaints
 
 
-def test_randomness_is_removed_or_named():
+def test_randomness_is_removed_or_reported():
     (quiet,) = specimens(made_of(nn.BatchNorm2d(3), nn.Dropout(0.5)))
     assert compare(quiet).largest < BAR
 
@@ -89,7 +89,7 @@ def test_randomness_is_removed_or_named():
         list(specimens(made_of(nn.BatchNorm2d(3), Noisy())))
 
 
-def test_a_branch_that_begins_with_a_weight_of_zero_is_opened():
+def test_a_branch_that_begins_with_a_weight_of_zero_gets_a_larger_one():
     layer = nn.BatchNorm2d(3)
     nn.init.zeros_(layer.weight)
     scale = nn.ParameterList([torch.full((3,), 1e-6)])

@@ -9,7 +9,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-# For all steps. The sum of the shares is less, because the first process to import torch reads torch from the disk.
+# Of all steps. The shares add up to less, because the first import of torch takes longer: it reads from the disk.
 TOTAL_SECONDS = 480.0
 
 

@@ -1,7 +1,7 @@
 """Whether output, gradients and running statistics equal a float64 reference for all shapes, types and layouts.
 
 Rows stay on the device: over a process group of one rank, and between virtual replicas, one of which has no samples.
-Each case runs twice, and has to give the same bits. `gpu_report.reference` computes how large their errors may be.
+Each case runs twice, and has to give the same bits. `gpu_report.reference` computes the bounds of the errors.
 """
 
 import math
@@ -90,7 +90,7 @@ class Case:
 
 
 def run(step: Step) -> None:
-    """Runs all cases over a process group and in replicas, and the large one over the process group."""
+    """Runs all cases over a process group and in replicas, and the large case over the process group only."""
     torch.manual_seed(0)
     with world_of_one(step.device) as group:
         _all_cases(step, "world of one", lambda case: _by_itself(case, case.layer(group)))
@@ -109,7 +109,7 @@ def _all_cases(step: Step, way: str, run: Run) -> None:
 
 
 def _checked(step: Step, way: str, what: str, run: Run, cases: Iterator[tuple[str, Case]]) -> None:
-    """Runs cases twice each, and records the same checks for all; the figures are the largest errors."""
+    """Runs each case twice, and records each check once for all cases; the figures are the largest errors."""
     worst: dict[torch.dtype, float] = {}
     failures, others, nr_calls = [], [], 0
     with rounds_on_device() as rounds:
@@ -124,7 +124,7 @@ def _checked(step: Step, way: str, what: str, run: Run, cases: Iterator[tuple[st
             if not reference.has_equal_bits(first, second):
                 others.append(name)
             worst[case.x.dtype] = max(worst.get(case.x.dtype, 0.0), *shares.values())
-    step.check(f"{way}: {what}: results are within the bounds of float64's", not failures, "\n".join(failures))
+    step.check(f"{way}: {what}: results are within the bounds of the reference", not failures, "\n".join(failures))
     step.check(f"{way}: {what}: a second run gives the same bits", not others, "; ".join(others))
     if not failures:
         expected, found = ROUNDS_OF_A_CALL * nr_calls, rounds.number

@@ -1,4 +1,4 @@
-"""Whether CUDA graphs replay what eager training computes, autocast keeps its types, and no training step waits.
+"""Whether CUDA graphs replay what eager training computes, autocast keeps its types, and no step waits for the device.
 
 Rows stay on the device: over a process group of one rank, and between virtual replicas. A stand-in for the graph
 records operators and runs them again.
@@ -28,8 +28,8 @@ WARM_UP = 3
 # Scale of the loss, which keeps the gradients above float16's smallest numbers, as a GradScaler would.
 LOSS_SCALE = 64.0
 
-# Two convolutions with their weights, two batch norms, two activations, a mean, the classifier and its weight;
-# in each of the two computations that are compared.
+# Two compared computations, each with 11 roundings to half precision: two convolutions, their two weights, two batch
+# norms, two activations, a mean, the classifier and its weight.
 HALF_ROUNDINGS = 2 * 11
 
 Called = Callable[[Network], nn.Module]
@@ -55,7 +55,7 @@ def run(step: Step) -> None:
         with step.attempt("world of one: replays of a graph give the bits of eager steps"):
             _replay(step, lambda: network(device, process_group=group), lambda made: made)
         if step.stand_in:
-            step.note("the stand-in for a graph records one thread, so there is none for replicas")
+            step.note("the stand-in for a graph records only one thread, so replicas, which have several, are left out")
             return
         with step.attempt("replicas: replays of a graph give the bits of eager steps"):
             _replay(step, lambda: network(device), lambda made: Replicas(made, device, SHARES))
@@ -97,9 +97,9 @@ def _train_without_waiting(step: Step, made: Network, guarded: Guarded, called: 
 
 @contextmanager
 def nothing_waits(device: torch.device, guarded: Guarded) -> Iterator[None]:
-    """Raises from operations that make the host wait for the device, or on the CPU from those that would on a GPU."""
+    """Makes an operation raise if the host waits for a GPU in it, or would wait if the tensors were on a GPU."""
     if device.type != "cuda":
-        guarded.guard = host_looks_at_nothing  # it guards its own thread only
+        guarded.guard = host_looks_at_nothing  # a guard covers only the thread that enters it
         try:
             with host_looks_at_nothing():
                 yield
@@ -130,7 +130,7 @@ class Seen:
 
 
 def _autocast(step: Step, made: Network, dtype: torch.dtype) -> None:
-    """Checks that each layer keeps the types of torch's, and that its results are within the bounds of float64."""
+    """Checks that each layer has the types of torch's layer, and results within the bounds of the float64 reference."""
     torchs = network(step.device, synchronised=False)
     layers = [module for module in made.modules() if isinstance(module, nn.BatchNorm2d)]
     seen = [Seen(layer) for layer in layers]

@@ -25,7 +25,7 @@ TRAINING_STEPS = 10
 # Two layers, forward and backward.
 ROUNDS = 4 * TRAINING_STEPS
 
-# For each training, on a GPU; and on the CPU, where other load may slow it.
+# Limit for each training: on a GPU, and on the CPU, where other load may slow it.
 WAIT_SECONDS = 16.0
 STAND_IN_SECONDS = 100.0
 
@@ -43,7 +43,7 @@ ENVIRONMENTS = [
 
 
 def run(step: Step) -> None:
-    """Trains both ways, and once on the whole batch with torch's own layers."""
+    """Trains with and without `set_device`, and once on the whole batch with torch's own layers."""
     compute_exactly()
     whole = network(step.device, synchronised=False)
     expected = torch.tensor(_train(whole, whole, step.device, slice(0, SAMPLES)))

@@ -35,11 +35,11 @@ KINDS = {
 }
 ROUNDS = 2 * len(KINDS)
 
-# For a part of the step, on a GPU. The first part has to import torch.
+# Limit for a part of the step on a GPU. The first part has to import torch.
 FIRST_SECONDS = 20.0
 WAIT_SECONDS = 12.0
 
-# For a part on the CPU, where other load may slow it.
+# Limit for a part on the CPU, where other load may slow it.
 STAND_IN_SECONDS = 100.0
 
 BUFFERS = ("running mean", "running variance")

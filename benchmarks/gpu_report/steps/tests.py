@@ -13,7 +13,7 @@ from gpu_report.step import Step
 
 FOLDER = ROOT / "tests" / "gpu"
 
-# Seconds after which a test has failed, so that one that hangs leaves time for the others.
+# Seconds after which a test fails, so that a hanging test leaves time for the other tests.
 TIMEOUT = 25
 
 
@@ -43,12 +43,12 @@ class Recorder:
         self._file = ""
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be imported."""
+        """Records a file that cannot be imported as a failed check."""
         if report.failed:
             self._failed(report.nodeid, report.longreprtext)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test, or its set-up or tear-down."""
+        """Counts the outcome of a test, of its set-up or of its tear-down."""
         file = report.nodeid.split("::")[0]
         if file != self._file:
             self.end()

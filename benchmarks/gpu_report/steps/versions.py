@@ -14,7 +14,7 @@ PACKAGES = ("numpy", "pyzmq", "msgpack", "triton", "pytest", "hypothesis")
 # Without these no report can be compared with another.
 NEEDED = ("numpy", "pyzmq", "msgpack")
 
-# Of matrices of ones, whose product is exact.
+# Rows and columns of matrices of ones, whose product is exact.
 SIZE = 64
 
 

@@ -12,7 +12,7 @@ TRIPLED_RANK, HUNG_RANK = 1, 3
 
 
 class Loader:
-    """Endless batches of a rank; FAULT may say "tripled" (a rank's images) or "hung" (a rank that waits)."""
+    """Endless batches of a rank. The file `fault` may say "tripled" (one rank's images) or "hung" (one rank waits)."""
 
     def __init__(self, rank: int, fault: Path) -> None:
         self.rank, self.fault = rank, fault

@@ -1,4 +1,4 @@
-"""examples/train_digits.py under torchrun; WHO is killed: "server" or "worker", rank 1 in its first life."""
+"""examples/train_digits.py under torchrun, with a kill of WHO: "server", or "worker", which is rank 1 at first."""
 
 import os
 import runpy
@@ -12,7 +12,7 @@ from support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
 
-# After this step; the compared state is that after the next one.
+# The kill comes after this step; the test compares the state after the next step.
 KILLED_AFTER = 11
 
 sys.path.insert(0, str(EXAMPLES))

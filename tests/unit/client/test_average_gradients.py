@@ -161,7 +161,7 @@ def test_models_of_different_sizes_are_reported():
         ([torch.zeros(2)], 1, "expected at least one that requires a gradient"),
     ],
 )
-def test_unsuitable_gradients_are_refused(parameters, count, message):
+def test_an_invalid_count_and_parameters_that_require_no_gradient_are_refused(parameters, count, message):
     with own_connections():
         connection = in_threads([lambda: MemoryMaster().connect(0, 1)])[0]
         use(connection)

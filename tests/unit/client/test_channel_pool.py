@@ -221,7 +221,7 @@ def test_closing_does_not_wait_for_a_zeromq_that_is_stuck(server, monkeypatch):
     wait_until(lambda: channel_pool._context.closed)
 
 
-def test_only_a_jobs_own_server_ends_with_its_folder(tmp_path):
+def test_a_jobs_own_server_without_its_folder_is_gone_and_a_shared_one_is_not(tmp_path):
     folder, other = tmp_path / "statsd_bn-job-7f", tmp_path / "sockets"
     own, shared = (ZmqChannelPool(f"ipc://{each}/server") for each in (folder, other))
     try:

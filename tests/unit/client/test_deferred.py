@@ -1,4 +1,4 @@
-"""However a mini-batch is cut into micro-batches, it moves the statistics once, as the whole moves `nn.BatchNorm`'s."""
+"""The micro-batches of a mini-batch move the statistics once, as `nn.BatchNorm` does for the whole mini-batch."""
 
 import copy
 import pickle

@@ -33,7 +33,7 @@ def test_the_order_follows_from_the_seed():
     assert orders[0] == orders[1] != orders[2]
 
 
-def test_without_shuffling_it_keeps_the_order_of_the_dataset():
+def test_without_shuffling_the_sampler_keeps_the_order_of_the_dataset():
     assert shares(5, 2, shuffle=False) == [[0, 2, 4], [1, 3]]
 
 

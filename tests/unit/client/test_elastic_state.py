@@ -62,7 +62,7 @@ def test_every_sample_is_learnt_once_through_losses_and_returns(job, fate, ranks
 
 @pytest.fixture
 def together() -> Iterator[Callable[[int, Callable[[Connection], Any]], list[Any]]]:
-    """Runs `program(connection)` as n elastic members, each with its own current connection."""
+    """Returns a function that runs `program(connection)` as n elastic members, each with its own current connection."""
     master = MemoryMaster()
 
     def run(n: int, program: Callable[[Connection], Any]) -> list[Any]:
@@ -183,7 +183,7 @@ def test_a_member_that_connects_anew_with_its_state_is_a_newcomer():
     assert second == ([], [1, 3])
 
 
-def test_members_that_commit_at_different_places_get_an_error(together):
+def test_members_that_commit_in_different_epochs_get_an_error(together):
     def wander(connection: Connection) -> Any:
         state = ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(4)))
         state.sync()
@@ -210,7 +210,7 @@ def test_members_changed_lists_the_members_that_were_lost_and_joined(together):
         assert (change.lost, change.joined) == ([1], [])
 
 
-def test_alone_it_commits_and_restores_without_a_connection():
+def test_a_process_alone_commits_and_restores_without_a_connection():
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     state = ElasticState(model, sampler=ElasticSampler(range(3)), epoch=0, seen=[])

@@ -21,7 +21,7 @@ from support.strategies import key
 
 ROW = Rows((1,), np.ones((1, 2, 3)))
 
-# One byte more than the first round holds of a member, and more bytes than two further rounds hold.
+# BEYOND_FIRST: one byte more than a member sends in the first round. BEYOND_THREE: more than two further rounds hold.
 BEYOND_FIRST = VALUE_BYTES * 1024 + 1
 BEYOND_THREE = 2 * VALUE_BYTES * limits.MAX_CHANNELS + 5
 
@@ -76,7 +76,7 @@ def test_members_that_gather_different_values_get_an_error():
     assert "thing 0" in str(errors[1])
 
 
-def test_a_member_lost_meanwhile_is_left_out():
+def test_a_member_lost_after_the_first_round_is_left_out():
     master = MemoryMaster()
     connections = in_threads([lambda n=n: master.connect(n, 3, min_members=1) for n in range(3)])
     lost = connections.pop()

@@ -172,7 +172,7 @@ def test_a_connection_resolves_none_local_and_groups(monkeypatch):
         (Group("pair", 2), "group 'pair': expected at most the 1 members of the job, got size 2"),
     ],
 )
-def test_a_group_outside_the_job_is_refused(group, message):
+def test_a_value_other_than_a_group_of_the_job_is_refused(group, message):
     with MemoryMaster().connect(0, 1) as connection:
         for use in (connection.group, lambda group: total(connection, group)):
             with pytest.raises(ConfigurationError, check=says(message)):
@@ -388,7 +388,7 @@ def test_the_error_of_an_incomplete_group_lists_missing_and_present_members():
         assert caught.value.fields == {"job": "job", "group": "three", "size": 3, "present": [2]}
 
 
-def test_after_a_group_did_not_fill_other_groups_are_usable_and_a_retry_may_succeed():
+def test_after_the_error_of_an_incomplete_group_other_groups_work_and_a_retry_may_succeed():
     master = MemoryMaster()
     with connected(master, 2, deadline_of_last=0.1) as (zero, one), ThreadPoolExecutor(1) as thread:
         assert isinstance(outcome(lambda: total(one, PAIR)), GroupIncomplete)

@@ -127,7 +127,7 @@ def start(beacon, broken_job):
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_silent_session_sends_heartbeats_as_often_as_it_must(start, beacon):
+def test_a_silent_session_sends_one_heartbeat_per_interval(start, beacon):
     session = a_session()
     heartbeat = start(lambda: [session])
     wait_until(lambda: len(beacon.sent) >= 5)
@@ -177,7 +177,7 @@ def test_without_a_connection_heartbeats_are_not_sent_more_often(start, beacon):
     assert beacon.attempts <= (time.monotonic() - started) / INTERVAL + 2
 
 
-def test_stopping_ends_the_thread_and_closes_the_beacon_though_it_waits(monkeypatch, start, beacon):
+def test_stopping_during_a_wait_ends_the_thread_and_closes_the_heartbeat_socket(monkeypatch, start, beacon):
     monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 3600.0)
     heartbeat = start(list)
     heartbeat.stop()
@@ -212,7 +212,7 @@ def test_a_stack_request_is_answered_with_a_stack_report(beacon, broken_job):
     assert answer.stack
 
 
-def test_the_failure_of_this_job_is_received_and_that_of_another_job_ignored(beacon, broken_job):
+def test_a_failure_of_this_job_is_received_and_a_failure_of_another_job_is_ignored(beacon, broken_job):
     heartbeat = thread_of(beacon, lambda: [a_session()], broken_job)
     fields = {"job": "job", "group": "world", "member": 1, "step": 3, "cause": "boom"}
     others = {**fields, "job": "another"}
@@ -233,7 +233,7 @@ def context():
         yield context
 
 
-def test_a_beacon_reports_its_connection_and_queues_nothing_without_one(context, tmp_path):
+def test_a_heartbeat_socket_knows_whether_it_is_connected_and_otherwise_queues_nothing(context, tmp_path):
     endpoint = f"ipc://{tmp_path}/master"
     beacon = HeartbeatSocket(context, endpoint)
     assert not beacon.send(b"nobody is there")
@@ -266,7 +266,7 @@ def test_an_error_while_checking_for_a_broken_job_does_not_end_the_heartbeats(co
     heartbeat.stop()
 
 
-def test_waking_a_beacon_ends_its_wait(context, tmp_path):
+def test_waking_a_heartbeat_socket_ends_its_wait(context, tmp_path):
     beacon = HeartbeatSocket(context, f"ipc://{tmp_path}/nobody")
     thread = threading.Thread(target=lambda: beacon.wait(3600.0))
     thread.start()
@@ -276,7 +276,7 @@ def test_waking_a_beacon_ends_its_wait(context, tmp_path):
     beacon.close()
 
 
-def test_answers_and_probes_do_not_pile_up_at_a_beacon(context, tmp_path):
+def test_answers_and_probes_do_not_pile_up_at_a_heartbeat_socket(context, tmp_path):
     beacon = HeartbeatSocket(context, f"ipc://{tmp_path}/master")
     with context.socket(zmq.ROUTER) as router:
         router.bind(f"ipc://{tmp_path}/master")
@@ -370,7 +370,7 @@ def test_a_session_reports_a_change_of_transport_at_once():
 @pytest.mark.parametrize(
     ("memory", "beats"), [(SimpleNamespace(is_abandoned=False), 10), (SimpleNamespace(is_abandoned=True), 0), (None, 0)]
 )
-def test_a_member_in_memory_sends_heartbeats_although_it_sends_messages(memory, beats):
+def test_a_member_in_shared_memory_sends_heartbeats_although_it_sends_other_messages(memory, beats):
     """Only heartbeats report its waits in shared memory to the server."""
     scheduler, session, now, count = HeartbeatScheduler(), a_session(), 100.0, 0
     session.transport.memory = memory
@@ -388,7 +388,7 @@ def test_a_member_in_memory_sends_heartbeats_although_it_sends_messages(memory, 
 
 
 @pytest.mark.parametrize(("is_in_memory", "times"), [(True, 1), (False, 0)])
-def test_ranks_without_need_of_the_server_learn_once_that_it_is_away(is_in_memory, times):
+def test_ranks_in_shared_memory_are_warned_once_of_an_absent_server_and_others_are_not(is_in_memory, times):
     scheduler, session = HeartbeatScheduler(), a_session()
     if is_in_memory:
         session.transport.memory = SimpleNamespace(is_abandoned=False)
@@ -427,7 +427,7 @@ def open_session(session):
 
 
 def test_a_job_that_has_been_open_for_a_minute_without_a_layer_is_reported_unused_once():
-    """Neither the time until the group opens nor rounds without a layer count."""
+    """The minute starts when the group opens, and a gather is no round of a layer."""
     scheduler, session = HeartbeatScheduler(), a_session()
     session.forward_key("hello", GATHER)
     assert not any(scheduler.is_unused(float(now), [session]) for now in range(300))
@@ -435,7 +435,7 @@ def test_a_job_that_has_been_open_for_a_minute_without_a_layer_is_reported_unuse
     assert [now for now in range(300, 600) if scheduler.is_unused(float(now), [session])] == [360]
 
 
-def test_a_job_in_which_a_layer_has_begun_a_round_is_not_unused_though_it_waits():
+def test_a_job_in_which_a_layer_waits_in_its_first_round_is_not_reported_unused():
     scheduler, first, second = HeartbeatScheduler(), open_session(a_session()), open_session(a_session(b"session1"))
     assert not scheduler.is_unused(0.0, [first])
     second.forward_key("bn", FORWARD)
@@ -460,7 +460,7 @@ def test_a_rank_whose_model_was_not_converted_is_warned_once(server, job, monkey
 
 
 def test_a_session_unknown_to_a_new_master_sends_a_heartbeat_at_once():
-    """The new master refused the first heartbeat; without a second one it would use a channel that may be closed."""
+    """The new master refused the first heartbeat. Without a second one it would send on a possibly closed channel."""
     scheduler, session = HeartbeatScheduler(), a_session()
     unknown = encode(Failure("unknown_session", "who?", {"digest": digest(session.member_token).hex()}))
 
@@ -490,12 +490,12 @@ def sampled(session, step=0):
 
 
 def test_skew_figures_follow_a_heartbeat():
-    """A server that does not know the session would answer them with an error."""
+    """A server that does not know the session would answer skew figures with an error."""
     scheduler, session = HeartbeatScheduler(), sampled(a_session())
     assert scheduler.skew_frames(1.0, [session]) == []
     scheduler.sessions_due(time.monotonic(), [session])
     scheduler.mark_sent(session)
-    assert scheduler.skew_frames(3.0, [session]) == []  # the sample is too old
+    assert scheduler.skew_frames(3.0, [session]) == []  # the first call has dropped the sample
     (frame,) = scheduler.skew_frames(5.0, [sampled(session, 4)])
     assert isinstance(decode(frame), SkewStats)
     scheduler.on_reconnected()

@@ -15,7 +15,7 @@ from support.sentences import says
 
 @dataclass(frozen=True)
 class Kind:
-    """Torch's lazy class, our lazy class, the ordinary class that each becomes, and the shape of sample positions."""
+    """Torch's lazy class, our lazy class, the ordinary class that each becomes, and a sample's spatial shape."""
 
     torchs: type[nn.Module]
     twin: type[nn.Module]
@@ -58,7 +58,7 @@ def test_a_converted_lazy_layer_becomes_our_ordinary_one_with_all_attributes(kin
 
 
 @EACH
-def test_reverted_after_its_first_forward_it_is_torchs_ordinary_layer(kind):
+def test_a_lazy_layer_reverted_after_its_first_forward_is_torchs_ordinary_layer(kind):
     converted = client.convert_model(nn.Sequential(kind.torchs()))
     converted(kind.input(3))
     reverted = client.revert_model(converted)[0]
@@ -68,7 +68,7 @@ def test_reverted_after_its_first_forward_it_is_torchs_ordinary_layer(kind):
 
 @EACH
 @pytest.mark.parametrize("masked", [False, True])
-def test_its_first_forward_is_synchronised(kind, masked):
+def test_the_first_forward_of_a_lazy_layer_is_synchronised(kind, masked):
     """Torch looks up `forward` before it runs the hook that changes the class, so our lazy class must override it."""
     replicas = [client.convert_model(kind.torchs()) for _ in range(2)]
     execute_replication_callbacks(replicas)
@@ -81,7 +81,7 @@ def test_its_first_forward_is_synchronised(kind, masked):
 
 
 @EACH
-def test_made_by_hand_it_takes_torchs_arguments_and_ours(kind):
+def test_a_lazy_layer_made_by_hand_takes_torchs_arguments_and_ours(kind):
     layer = kind.twin(0.25, None, affine=True, track_running_stats=False, dtype=torch.float64, eps_mode="clamp")
     assert isinstance(layer, kind.torchs)
     layer(kind.input(3).double())
@@ -93,7 +93,7 @@ def test_made_by_hand_it_takes_torchs_arguments_and_ours(kind):
 
 @needs("bias=False")
 @EACH
-def test_it_may_have_no_bias(kind):
+def test_a_lazy_layer_may_have_no_bias(kind):
     layer = kind.twin(bias=False)
     layer(kind.input(3))
     assert layer.bias is None
@@ -101,7 +101,7 @@ def test_it_may_have_no_bias(kind):
 
 
 @pytest.mark.parametrize("when", ["before its first forward", "after its first forward", "after torch's first forward"])
-def test_it_loads_the_state_of_an_ordinary_one(when):
+def test_a_lazy_layer_loads_the_state_of_an_ordinary_layer(when):
     plain, layer = nn.BatchNorm1d(3), nn.LazyBatchNorm1d()
     x = torch.randn(5, 3)
     plain(x)
@@ -125,7 +125,7 @@ def test_a_lazy_layer_loaded_before_its_first_forward_refuses_other_channels():
         layer(torch.randn(5, 4))
 
 
-def test_without_any_tensor_it_learns_its_channels_too():
+def test_a_lazy_layer_without_any_tensor_learns_its_channels_too():
     layer = client.LazySynchronizedBatchNorm1d(affine=False, track_running_stats=False)
     x = torch.randn(5, 3)
     assert torch.equal(layer(x), nn.BatchNorm1d(3, affine=False, track_running_stats=False)(x))

@@ -52,7 +52,7 @@ def test_a_round_trip_sends_its_rows_and_ends_with_the_aggregate(trip):
     assert result.key == answer.key
 
 
-def test_it_asks_again_less_and_less_often_and_counts_the_attempts(trip):
+def test_a_round_trip_asks_again_less_and_less_often_and_counts_the_attempts(trip):
     _, due, _ = trip.begin(BEGAN)
     attempts, pauses = [], []
     for _ in range(4):
@@ -99,7 +99,7 @@ def test_a_member_introduces_itself_to_a_restarted_master_and_asks_again(trip):
     assert (type(register), contribution.attempt, result) == (Register, 1, None)
 
 
-def test_the_last_round_done_precedes_each_contribution_until_an_answer(trip, session):
+def test_the_last_round_done_message_precedes_each_contribution_until_an_answer(trip, session):
     settled = session.round_done(session.forward_key("before"))
     frames, due, _ = trip.begin(BEGAN)
     assert frames[0] == settled
@@ -113,13 +113,13 @@ def test_the_last_round_done_precedes_each_contribution_until_an_answer(trip, se
     assert [type(message) for message in sent(later.begin(BEGAN)[0])] == [Contribution]
 
 
-def test_acknowledging_an_earlier_round_done_keeps_the_later_one(session):
+def test_acknowledging_an_earlier_round_done_message_keeps_the_later_one(session):
     earlier, later = (session.round_done(session.forward_key(layer)) for layer in ("one", "two"))
     session.last_round_done.acknowledge(earlier)
     assert session.last_round_done.frame == later
 
 
-def test_the_sessions_of_a_process_report_its_last_round_done_for_each_other():
+def test_a_session_sends_the_last_round_done_message_of_another_session_of_its_process():
     last = LastRoundDone()
     world, pair = (
         Session(token, Member("job", group, 0, 0, 2, DEADLINE, "here"), last)
@@ -157,7 +157,7 @@ def test_waiting_for_an_incomplete_group_ends_at_the_deadline(registration):
         registration.step(BEGAN + DEADLINE, registered(missing=1))
 
 
-def test_a_number_that_is_still_taken_is_requested_again_briefly(registration):
+def test_a_rank_that_is_still_taken_is_requested_again_for_a_short_time(registration):
     registration.begin(BEGAN)
     refusal = encode(Failure("duplicate_member", "taken", {}))
     frames, due, _ = registration.step(BEGAN + 0.1, refusal)

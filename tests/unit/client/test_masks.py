@@ -12,7 +12,7 @@ from support import shards
 from support.sentences import says
 from support.shards import Shards, assert_equal, everywhere, on_the_whole_batch, packed
 
-# Kinds of input with the masks that fit them: of samples, sequences, images.
+# Kinds of input, each with a kind of mask that fits it.
 FITTING = [("1d of (N, C)", "some"), ("1d of (N, C, L)", "lengths"), ("2d", "sizes"), ("2d", "some"), ("3d", "some")]
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2.0**-7}  # bfloat16: one unit in the last place
 BAD = [float("nan"), float("inf"), -float("inf")]
@@ -20,7 +20,7 @@ BAD = [float("nan"), float("inf"), -float("inf")]
 
 @pytest.mark.parametrize(("kind", "mask"), FITTING)
 def test_masked_shards_equal_batch_norm_over_the_packed_positions(members, kind, mask):
-    """Shards with a mask, without one, and empty. Torch's bfloat16 gradients are inexact, so it computes in float64."""
+    """Shards with a mask, without one, and empty. Torch's bfloat16 gradients are inexact; float64 is the reference."""
     ways = [((3, 4, 2), (mask,) * 3), ((3, 4, 2), (mask, "absent", "all")), ((3, 0, 2), (mask,) * 3)]
     cases = [Shards(kind, sizes, dtype, masks=masks) for sizes, masks in ways for dtype in TOLERANCE]
     for case, found in zip(cases, everywhere(members, cases), strict=True):

@@ -232,7 +232,7 @@ class BothWays(Plain):
         return normalised(self, x) + nn.BatchNorm2d.forward(self, x) + super(Plain, self).forward(x.sin())
 
 
-def test_a_call_by_all_ways_leaves_nothing_behind(layers):
+def test_a_forward_that_normalises_in_both_ways_leaves_nothing_behind(layers):
     layer = client.convert_model(BothWays())
     before = set(vars(layer))
     layer(batch())

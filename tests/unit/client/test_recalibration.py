@@ -58,7 +58,7 @@ def as_one_process(sizes):
     return statistics(network)
 
 
-def test_members_with_any_batches_equal_one_process_with_all_in_one_message(members):
+def test_members_with_any_batches_take_one_round_and_equal_one_process_with_all_batches(members):
     results = members(3, programs.recalibrate_shard, SIZES)
     for found, total, rounds in results:
         close(found, as_one_process(SIZES))
@@ -380,7 +380,7 @@ def test_only_the_batches_count_despite_other_calls_of_the_model():
     torch.testing.assert_close(outputs[0], layer().eval()(samples(9, seed=9)).detach())
 
 
-def test_a_copy_made_meanwhile_is_not_measured():
+def test_a_copy_made_during_recalibration_is_not_measured():
     bn, copies = layer(), []
     bn.register_forward_hook(lambda module, *_: copies.append(copy.deepcopy(module)))
     client.recalibrate(bn, [samples(4)])
@@ -390,7 +390,7 @@ def test_a_copy_made_meanwhile_is_not_measured():
     assert copies[0].num_batches_tracked == 1
 
 
-def test_calls_during_recalibration_and_in_a_checkpoint_do_not_find_each_other():
+def test_recalibration_inside_backward_neither_reuses_cached_calls_nor_is_cached():
     bn, x, totals = layer(), samples(4), []
     bn.layer_name = "checkpointed"
     leaf = x.clone().requires_grad_()

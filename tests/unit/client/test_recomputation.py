@@ -47,7 +47,7 @@ def assert_near(found, expected):
 
 
 @REENTRANT
-def test_members_with_checkpoints_equal_the_whole_batch_without(members, reentrant):
+def test_members_with_checkpoints_equal_the_whole_batch_without_checkpoints(members, reentrant):
     results = members(2, member_programs.train_with_checkpoints, 4, reentrant)
     expected = train(member_programs.small_model(), 4, lambda model, x: model(x))
     for member, (state, gradients, rounds) in enumerate(results):
@@ -56,7 +56,7 @@ def test_members_with_checkpoints_equal_the_whole_batch_without(members, reentra
         assert_same(state | {"gradients": gradients}, expected | {"gradients": whole})
 
 
-def test_virtual_replicas_with_checkpoints_equal_the_whole_batch_without():
+def test_virtual_replicas_with_checkpoints_equal_the_whole_batch_without_checkpoints():
     expected = train(model(), 4, lambda model, x: model(x))
     wrapped = client.DataParallelWithCallback(client.convert_model(Checkpointed(model(), reentrant=False)), ["cpu"] * 3)
     found = train(wrapped, 4, lambda wrapped, x: wrapped(x))
@@ -178,7 +178,7 @@ def test_a_layer_before_the_trained_part_is_not_exchanged_again_by_virtual_repli
     assert model.inner[0].num_batches_tracked == 1
 
 
-def test_a_checkpointed_graph_that_is_kept_may_be_walked_twice(members):
+def test_a_checkpointed_graph_that_is_kept_allows_two_backward_passes(members):
     for found, expected, rounds in members(2, member_programs.walk_a_checkpoint_twice):
         for once, again in zip(*found, strict=True):
             np.testing.assert_array_equal(once, again)
@@ -260,7 +260,7 @@ class OnADevice:
         return torch.full_like(self._vectors, torch.nan) if non_blocking else self._vectors
 
 
-def test_vectors_on_a_device_are_compared_with_those_of_a_call_on_the_host_after_a_wait():
+def test_vectors_on_a_device_are_awaited_and_then_compared_with_the_vectors_on_the_host():
     exchanges = ExchangeCache()
     call = exchange_of([1.0, 2.0])
     exchanges.add(call, has_graph=True)
@@ -277,7 +277,7 @@ def test_a_call_is_forgotten_with_its_graph():
     assert find(exchanges, 0, moments_of([1.0, 2.0])) is None
 
 
-def test_a_layer_is_forgotten_with_its_graphs_when_another_is_called():
+def test_a_layer_without_live_graphs_is_forgotten_when_another_layer_is_called():
     exchanges = ExchangeCache()
     call = exchange_of([1.0, 2.0])
     exchanges.add(call, has_graph=True)

@@ -210,7 +210,7 @@ def test_one_device_runs_the_module_itself(calls):
 
 
 @pytest.mark.parametrize("device_ids", [None, pytest.param([0, 1], id="numbers")])
-def test_without_accelerators_it_runs_the_module_itself_as_torchs_does(monkeypatch, device_ids):
+def test_without_accelerators_the_wrapper_runs_the_module_itself_as_torchs_does(monkeypatch, device_ids):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     wrapped = DataParallelWithCallback(nn.Linear(2, 2), device_ids)
     assert wrapped(torch.ones(3, 2)).shape == (3, 2)

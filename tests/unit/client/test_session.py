@@ -24,18 +24,18 @@ def session():
     return Session(TOKEN, Member("job", "world", 2, 1, 3, 600.0, "here"))
 
 
-def test_it_registers_with_its_identity(session):
+def test_a_session_registers_with_its_identity(session):
     assert decode(session.register()) == Register(TOKEN, "job", "world", 2, 1, 3, 0, 600.0, "here")
 
 
-def test_in_a_group_it_keeps_its_number_in_the_job():
+def test_a_session_in_a_group_has_the_members_number_in_the_job():
     session = Session(TOKEN, Member("job", "pair", 2, 7, 2, 600.0, "here"))
     message = decode(session.register())
     assert (message.group, message.member, message.world_size) == ("pair", 7, 2)
     assert session.forward_key("a").group == "pair"
 
 
-def test_it_registers_again_with_its_server_and_step(session):
+def test_a_session_registers_again_with_its_server_and_step(session):
     session.registered(encode(Registered(digest(TOKEN), b"server-0", 2, 0, 0, NO_MEMBERS)))
     walk(session, session.forward_key("a"))
     session.forward_key("a")
@@ -43,7 +43,7 @@ def test_it_registers_again_with_its_server_and_step(session):
     assert (again.session, again.server, again.step) == (TOKEN, b"server-0", 1)
 
 
-def test_it_leaves_with_the_cause_cut_to_the_limit(session):
+def test_a_session_leaves_with_the_cause_cut_to_the_limit(session):
     assert decode(session.leave("boom")) == Leave(TOKEN, "boom")
     cut = decode(session.leave("é" * 5000))
     assert len(cut.cause.encode()) == 4096
@@ -81,21 +81,21 @@ def test_a_contribution_carries_its_session_and_rows(session):
     assert message.rows.values.tobytes() == rows.values.tobytes()
 
 
-def test_it_accepts_only_the_aggregate_of_its_round(session):
+def test_a_session_accepts_only_the_aggregate_of_its_round(session):
     mine, other = session.forward_key("a"), session.forward_key("a")
     frame = encode(Aggregate(mine, 2, 6, Members.of(range(3)), np.ones((2, 2))))
     assert session.answer(mine, frame).count == 6
     assert session.answer(other, frame) is None
 
 
-def test_it_accepts_only_registered_as_the_answer_to_register(session):
+def test_a_session_accepts_only_registered_as_the_answer_to_register(session):
     answer = Registered(digest(TOKEN), b"server-0", 2, 0, 2, Members.of([1]))
     assert session.registered(encode(answer)) == answer
     key = session.forward_key("a")
     assert session.registered(encode(Aggregate(key, 1, 1, NO_MEMBERS, np.ones((2, 2))))) is None
 
 
-def test_it_ignores_an_answer_for_another_session(session):
+def test_a_session_ignores_an_answer_for_another_session(session):
     assert session.registered(encode(Registered(b"another0", b"server-0", 2, 0, 0, NO_MEMBERS))) is None
 
 
@@ -137,7 +137,7 @@ def refusal(**others):
     return encode(Failure("duplicate_member", "there is a rank 1 already", fields))
 
 
-def test_a_session_that_knows_of_its_double_accepts_no_answer_and_registers_nowhere(session):
+def test_a_session_that_knows_of_a_duplicate_accepts_no_answer_and_does_not_register_again(session):
     session.on_unsolicited(registered())
     unknown = encode(Failure("unknown_session", "who?", {"digest": digest(TOKEN).hex()}))
     assert session.on_unsolicited(unknown) == session.resync_frames()
@@ -149,7 +149,7 @@ def test_a_session_that_knows_of_its_double_accepts_no_answer_and_registers_nowh
     assert decode(session.register()).results == 0
 
 
-def test_a_session_that_learnt_of_its_double_in_a_round_accepts_no_later_answer(session):
+def test_a_session_that_learnt_of_a_duplicate_in_a_round_accepts_no_later_answer(session):
     session.on_unsolicited(registered())
     key = session.forward_key("a")
     frame = encode(Aggregate(key, 2, 6, Members.of(range(3)), np.ones((2, 2))))
@@ -160,7 +160,7 @@ def test_a_session_that_learnt_of_its_double_in_a_round_accepts_no_later_answer(
 
 
 @pytest.mark.parametrize("others", [{"job": "other"}, {"group": "pair"}, {"member": 2}, {}])
-def test_a_refusal_of_another_session_or_before_the_opening_does_not_affect_a_session(session, others):
+def test_a_refusal_of_another_session_or_before_the_group_opens_does_not_affect_a_session(session, others):
     frames = [registered(), refusal(**others)]
     for frame in frames if others else reversed(frames):
         session.on_unsolicited(frame)

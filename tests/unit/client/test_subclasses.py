@@ -95,7 +95,7 @@ def test_a_profiler_may_wrap_the_function_that_a_forward_calls(monkeypatch):
     check_same(found, step(plain, x, factors))
 
 
-# Classes whose `forward` supports none of OPTIONS, and classes without a cumulative average (momentum None).
+# Classes whose `forward` supports none of OPTIONS, then classes that do not support a `momentum` of None.
 WITHOUT_OPTIONS = {subclasses.Operator, subclasses.Helped, subclasses.Scaled}
 WITHOUT_MOMENTUM = {subclasses.Centred}
 OPTIONS = [
@@ -197,7 +197,7 @@ def test_all_calls_without_tensors_are_synchronised(caplog):
         ({"track_running_stats": False}, (2, CHANNELS, 3, 3), False),
     ],
 )
-def test_a_call_without_tensors_belongs_to_the_layer_without_tensors_of_its_channels(options, shape, is_own):
+def test_a_call_without_tensors_belongs_only_to_a_layer_without_tensors_and_with_its_channels(options, shape, is_own):
     layer = nn.BatchNorm2d(CHANNELS, **options)
     call = BatchNormCall(torch.zeros(shape), None, None)
     assert call.belongs_to(layer) == is_own
@@ -205,7 +205,7 @@ def test_a_call_without_tensors_belongs_to_the_layer_without_tensors_of_its_chan
     assert call.belongs_to(layer) == (is_own or options == {"affine": False})
 
 
-def test_a_subclass_alone_computes_what_the_original_does_to_the_bit():
+def test_a_subclass_alone_computes_the_same_bits_as_the_original():
     whole = made(Functional)
     converted = client.convert_model(copy.deepcopy(whole))
     for seed in range(2):
@@ -356,7 +356,7 @@ def test_a_registered_conversion_is_used_for_a_class_and_its_subclasses(monkeypa
     assert client.conversion_report(converted).synchronised == dict.fromkeys(("0.1", "1.1"), "SynchronizedBatchNorm2d")
 
 
-def test_a_class_that_synchronises_itself_is_converted_with_its_tensors(monkeypatch):
+def test_a_registered_conversion_keeps_the_tensors_of_a_layer_that_synchronises_itself(monkeypatch):
     def without_its_own_collectives(layer):
         layer.__class__ = nn.BatchNorm2d
         return client.convert_model(layer)
@@ -465,11 +465,11 @@ def test_a_layer_with_a_method_named_as_ours_is_left_and_named():
         client.synchronized_class(WithAMethodOfOurs)
 
 
-def test_every_name_that_torchs_layers_lack_is_reserved():
+def test_every_name_of_our_layers_that_torchs_layers_lack_is_reserved():
     plain, layer = Functional(CHANNELS), client.convert_model(Functional(CHANNELS))
     layer(torch.randn(2, CHANNELS, 3, 2))
     ours = {name for name in {*dir(layer), *vars(layer)} - {*dir(plain)} if not name.startswith("__")}
-    # A subclass may define these two names itself: our code does not need ours in subclasses.
+    # A subclass may define these two names itself: our code does not depend on our definitions.
     assert ours - {"process_group", "convert_sync_batchnorm"} == set(RESERVED_NAMES)
 
 

@@ -80,7 +80,7 @@ def test_an_interval_that_is_shorter_already_stays(fresh):
     assert sys.getswitchinterval() == pytest.approx(0.00002)
 
 
-def test_threads_that_begin_and_end_at_once_lose_no_count(usual):
+def test_rounds_that_threads_begin_and_end_at_the_same_time_leave_the_usual_interval(usual):
     many = SwitchInterval()
 
     def work():

@@ -29,7 +29,7 @@ def failing_round(monkeypatch, *, after: int = 0) -> nn.Module:
     real, rounds = connection.Connection._begin_round, []
 
     def round_(self, *arguments, **options):
-        # Not all rounds count: after the first one the members agree on a transport.
+        # The gathers in which the members agree on a transport do not count.
         rounds.append(options.get("is_counted", True))
         if sum(rounds) > after:
             raise RoundMismatch("the ranks differ")
@@ -97,7 +97,7 @@ def test_a_compiled_layer_shows_one_frame_of_ours(monkeypatch):
     assert len([name for name in ours(caught.value) if name != "forward"]) == 1
 
 
-def test_a_bad_endpoint_has_no_context():
+def test_the_error_for_a_bad_endpoint_has_no_context():
     with pytest.raises(ConfigurationError) as caught:
         client.connect("nonsense", rank=0, world_size=1)
     assert len(ours(caught.value)) == 1
@@ -134,7 +134,7 @@ def wrong(fail):
     except (RuntimeError, ValueError) as error:
         raise RoundMismatch("the ranks differ") from error
 """
-COMMON = run_as("def fail(): int('x')", "/home/user/sched.py", "sched")["fail"]  # also a standard module
+COMMON = run_as("def fail(): int('x')", "/home/user/sched.py", "sched")["fail"]  # `sched` is also a standard module
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_the_note_is_added_once_and_survives_a_pickle():
     assert (str(copy), copy.fields) == ("the ranks differ", {"step": 3})
 
 
-def test_futures_between_threads_are_hidden():
+def test_frames_of_concurrent_futures_are_hidden():
     @api_boundary
     def in_another_thread():
         def fail():

@@ -10,7 +10,7 @@ from support.branch_networks import Network
 
 
 class _Towers(nn.Module):
-    """Two branches of which one is wide where the other is narrow: the order that saves memory depends on the batch."""
+    """A branch that becomes narrower and one that becomes wider: the order that saves memory depends on the batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ def _no(*_):
 
 @pytest.fixture(autouse=True)
 def _always_synchronised():
-    """Makes layers synchronise as if there were other members; none contributes."""
+    """Makes layers synchronise although there are no other members."""
     torch.compiler.reset()
     with mock.patch.object(client.SynchronizedBatchNorm, "_must_synchronise", _yes):
         yield

@@ -76,7 +76,7 @@ class Beside(nn.BatchNorm2d):
 class Hiding(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)  # `double()` does not find it either
+        self.layer = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)  # `named_children` hides it from `double()`
 
     def named_children(self):
         return iter(())
@@ -299,7 +299,7 @@ def test_the_result_of_a_registered_conversion_stays_unchanged():
 
 
 @pytest.mark.usefixtures("conversions")
-def test_a_registered_conversion_may_call_ours():
+def test_a_registered_conversion_may_call_convert_model():
     layers = []
     client.register_conversion(nn.BatchNorm2d, lambda layer: layers.append(layer) or client.convert_model(layer))
     model = client.convert_model(nn.Sequential(nn.BatchNorm2d(CHANNELS)))

@@ -52,7 +52,7 @@ def test_a_key_may_join_the_jobs_that_match_its_patterns():
     assert ANONYMOUS.may_access("whatever")
 
 
-def test_a_foreign_job_is_refused_by_name(world):
+def test_the_refusal_of_a_foreign_job_names_the_job_and_the_key(world):
     (answer,) = world.send(register(0, session=b"session9", **MINE), BOB).values()
     assert answer.code == "refused"
     assert "'a-1'" in answer.message

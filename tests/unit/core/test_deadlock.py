@@ -1,4 +1,4 @@
-"""Deadlocks are reported at once, and never while a member may still continue."""
+"""Deadlocks are reported soon, and never while a member can still continue."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -121,7 +121,7 @@ def test_one_member_in_another_layer_ends_all_with_an_error(odd):
         assert all("  waits 0.5 s  in forward of layer 'layer1.bn'," in row for row in rows[:3])
 
 
-def test_while_one_member_runs_nobody_is_stuck_until_the_deadline():
+def test_while_one_member_runs_the_others_wait_until_the_deadline():
     job = Job(3, deadline=60.0)
     job.contribute(0, A)
     job.contribute(1, B)
@@ -257,7 +257,7 @@ def test_two_jobs_do_not_mix():
 # Several groups.
 
 
-def test_members_of_two_groups_may_wait_for_one_another():
+def test_members_that_wait_for_each_other_in_two_groups_get_the_error():
     job = Job(2)
     job.open("pair", 0, 1)
     job.contribute(0, PAIR)
@@ -281,7 +281,7 @@ def test_members_of_a_ring_of_groups_are_stuck():
     assert mismatches(job.wait(QUIET)) == {b"0", b"1", b"2", b"3"}
 
 
-def test_members_may_wait_for_a_group_to_open_and_for_one_another():
+def test_a_member_that_waits_for_a_group_to_open_can_be_in_a_deadlock():
     """The first use of a group waits for all its members, so a mismatch often shows there first."""
     job = Job(2)
     job.open("pair", 0, size=2)
@@ -317,7 +317,7 @@ def test_members_that_wait_for_different_groups_to_open_get_one_error():
     assert job.wait(5.0) == {}
 
 
-def test_members_may_wait_for_all_to_come_back_and_for_one_another():
+def test_a_member_that_waits_for_all_to_come_back_can_be_in_a_deadlock():
     job = Job(2)
     job.open("pair", 0, 1)
     job.come_back(0)
@@ -330,7 +330,7 @@ def test_members_may_wait_for_all_to_come_back_and_for_one_another():
     assert job.wait(5.0) == {}, "reported once"
 
 
-def test_a_member_whose_peers_will_not_come_back_may_ask_again():
+def test_a_member_that_waited_after_a_pass_may_ask_again_after_a_deadlock():
     job = Job(2)
     job.open("pair", 0, 1)
     job.come_back(0)
@@ -448,7 +448,7 @@ def test_a_mismatch_is_raised_exactly_if_no_member_can_continue(data, n):
 
 
 def _run(job: Job, steps: list[list[tuple[str, str]]]) -> list[RoundKey | None]:
-    """Runs the members' programs until all wait or end; returns each one's round, None if it has ended."""
+    """Runs the members' programs until all wait or end; returns the round of each, None if its program has ended."""
     waiting: list[RoundKey | None] = [None] * len(steps)
     calls: list[dict[tuple[str, str], int]] = [{} for _ in steps]
     done = [0] * len(steps)

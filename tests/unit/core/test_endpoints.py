@@ -38,7 +38,7 @@ def environ(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     monkeypatch.delenv("STATSD_BN_BIND", raising=False)
     monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
-    tmp_path_factory.getbasetemp()  # pytest makes this folder in `tempdir`, changed below
+    tmp_path_factory.getbasetemp()  # create it before `tempdir` changes below
     # Hide a server of the user who runs the tests.
     monkeypatch.setattr(endpoints, "RUNTIME_FOLDERS", Path("/nowhere"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -77,7 +77,7 @@ def test_an_unwritable_folder_is_an_error_with_a_remedy():
 
 @pytest.mark.usefixtures("nowhere")
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
-def test_a_server_with_an_endpoint_starts_where_nothing_can_be_written(tmp_path, scheme):
+def test_a_server_with_an_endpoint_needs_no_writable_default_folder(tmp_path, scheme):
     endpoint = {"tcp": "tcp://127.0.0.1:*", "ipc": f"ipc://{tmp_path}/s"}[scheme]
     with Service(from_arguments(["--insecure", "--bind", endpoint], {})) as service:
         assert service.endpoints
@@ -128,7 +128,7 @@ def shared(path, mode):
         (lambda path: path.write_text(""), "to be a folder; remove it"),
     ],
 )
-def test_a_folder_that_others_can_write_to_is_refused_by_server_and_client(environ, make, error, capsys):
+def test_a_shared_folder_or_a_file_in_its_place_is_refused_by_server_and_client(environ, make, error, capsys):
     make(Path(environ["XDG_RUNTIME_DIR"]) / "statsd_bn")
     with pytest.raises(ConfigurationError, check=says(error)):
         Service(from_arguments([], environ))

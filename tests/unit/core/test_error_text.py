@@ -40,7 +40,7 @@ def test_of_many_ranks_a_few_of_each_place_are_named():
     assert lines[6] == "  ... and 2 more places"
 
 
-def test_a_row_for_each_rank_as_long_as_they_are_few():
+def test_each_of_a_few_ranks_has_its_own_row():
     lines = error_text("no", table=[place("in a", *range(MAX_ROWS - 1)), place("in b", 99)]).splitlines()
     assert len(lines) == 1 + MAX_ROWS
     assert not any("more" in line for line in lines)
@@ -73,7 +73,7 @@ def test_the_first_line_is_short(what, first):
     assert log_line(text).split() == what.split() or " " not in what
 
 
-def test_the_first_line_and_the_longest_name_stay_below_120_letters():
+def test_the_longest_class_name_and_first_line_fit_into_120_letters():
     longest = max(len(f"{error.__module__}.{error.__name__}: ") for error in BY_CODE.values())
     assert longest + FIRST_LINE <= 120
 

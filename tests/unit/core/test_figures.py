@@ -96,7 +96,7 @@ def test_only_the_tenant_that_asks_too_often_waits(play, monkeypatch):
         ("stem\n", (2, 2, 4), "layer: expected"),
     ],
 )
-def test_layers_and_values_belong_together(layers, shape, text):
+def test_layers_and_values_must_match(layers, shape, text):
     with pytest.raises(ProtocolError, match=text):
         Figures("job", "world", 0, 0, layers, np.zeros(shape))
 

@@ -153,7 +153,7 @@ def go_on(world):
 
 
 def test_a_displaced_member_gets_no_sum_with_the_rows_of_its_successor():
-    """At the second server a newcomer with the member's number finished the round; the third server has its result."""
+    """A newcomer with the member's number finished the round at the second server; the third gets the result."""
     world = World(n=2, min_members=1)
     stays, displaced = world.members
     key, _ = [session.forward_key("bn") for session in world.members]

@@ -16,7 +16,7 @@ from support.strategies import key, register, session_of
 # Which members the server asks, and where their answers go.
 
 
-def test_nobody_is_asked_while_nobody_waits_for_a_second():
+def test_no_member_is_asked_before_another_has_waited_for_a_second():
     job = Job(2)
     for step in range(20):
         job.contribute(0, key(step=step))
@@ -94,7 +94,7 @@ def test_stack_reports_that_were_not_requested_change_nothing():
     assert job.pending(0).stacks == ""
 
 
-def test_a_thousand_stack_requests_keep_no_more_data():
+def test_a_thousand_stack_requests_keep_no_more_data_than_one():
     job = Job(2, deadline=86_400.0)
     job.contribute(0)
     contributor = job.dispatcher._registry.sessions[session_of(1)].contributor
@@ -138,7 +138,7 @@ def test_a_rank_after_a_pass_and_a_rank_in_a_collective_are_reported_within_5_se
     assert job.requests == requests, "no rank waits any more"
 
 
-def test_an_awaited_rank_after_a_pass_is_asked_after_a_second():
+def test_ranks_for_which_a_rank_waits_after_a_pass_are_asked_after_a_second():
     job = Job(3)
     job.send(register(1, 3, participation=Participation.REJOINING.value), b"1")
     job.pass_time(10.0)
@@ -170,7 +170,7 @@ def test_a_collective_does_not_wait_for_a_rank_that_has_begun_it_or_is_unknown(o
 
 
 @pytest.mark.parametrize(("held", "waiting"), [(range(14, 134), [12] * 120), ([200] * 120, range(12, 132))])
-def test_ranks_of_which_one_still_begins_collectives_are_in_no_deadlock(held, waiting):
+def test_no_deadlock_is_reported_while_a_rank_still_begins_collectives(held, waiting):
     job = Job(2)
     job.contribute(1)
     for of_held, of_waiting in zip(held, waiting, strict=True):
@@ -186,7 +186,7 @@ def test_a_collective_whose_group_lacks_the_waiting_rank_does_not_wait_for_it():
     assert job.pass_time(60.0) == {}
 
 
-def test_one_running_rank_is_no_deadlock():
+def test_no_deadlock_is_reported_while_a_rank_runs():
     job = Job(4)
     held = Process(LINE, held_in="0", of_0=14)
     job.processes = {0: held, 1: held, 2: Process("train.py:9 load"), 3: Process(of_0=12)}
@@ -194,7 +194,7 @@ def test_one_running_rank_is_no_deadlock():
     assert job.pass_time(60.0) == {}
 
 
-def test_of_many_ranks_in_rounds_and_collectives_all_get_the_error():
+def test_all_ranks_of_a_deadlock_in_rounds_and_collectives_get_the_error():
     job = Job(5)
     for member in (0, 1):
         job.processes[member] = Process(LINE, held_in="0", of_0=14)

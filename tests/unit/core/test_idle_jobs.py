@@ -31,7 +31,7 @@ def members_with_mismatch(job: Job) -> set[int]:
     return set(received)
 
 
-# Who is asked.
+# Which members are asked.
 
 
 def test_the_members_of_a_job_without_a_round_are_asked_where_they_are():
@@ -45,7 +45,7 @@ def test_the_members_of_a_job_without_a_round_are_asked_where_they_are():
 
 
 @pytest.mark.parametrize("way", ["no round yet", "elastic", "large", "a heartbeat of another step", "broken"])
-def test_members_of_other_jobs_are_not_asked(way):
+def test_the_members_of_an_ineligible_job_are_not_asked(way):
     size = MOST_QUIET_MEMBERS + 1 if way == "large" else 2
     job = Job(2) if way == "no round yet" else quiet(size, **({"min_members": 1} if way == "elastic" else {}))
     if way == "broken":
@@ -60,7 +60,7 @@ def test_members_of_other_jobs_are_not_asked(way):
     assert first == []
 
 
-def test_rounds_in_shared_memory_end_the_stack_requests_too():
+def test_rounds_in_shared_memory_prevent_stack_requests_too():
     job = quiet()
     for rounds in range(1, 20):
         job.handle(Heartbeat(session_of(0), 3, rounds), b"beacon 0")
@@ -156,7 +156,7 @@ def test_a_rank_in_a_barrier_that_the_others_cannot_reach_is_reported():
 
 
 @pytest.mark.parametrize("kind", [BARRIER, ALL_REDUCE, ALL_GATHER])
-def test_a_rank_in_a_script_collective_and_one_in_a_round_with_equal_counts_are_reported(kind):
+def test_a_rank_in_a_script_collective_and_one_in_a_round_with_a_higher_count_are_reported(kind):
     job = quiet()
     job.processes = {0: Process("train.py:57 main", of_0=13), 1: held(kind, 12)}
     job.contribute(0, key(step=4))
@@ -164,7 +164,7 @@ def test_a_rank_in_a_script_collective_and_one_in_a_round_with_equal_counts_are_
     assert members_with_mismatch(job) == {1}
 
 
-# Healthy jobs. Each lasts for ten minutes.
+# Healthy jobs.
 
 
 def healthy(job: Job) -> None:
@@ -177,7 +177,7 @@ BARRIER_12 = held(BARRIER, 12)
 WAITS = {
     "one saves a checkpoint": [SAVES, BARRIER_12, BARRIER_12],
     # Two ranks wait in different places, but the third one may run, so it is no deadlock.
-    "a computing rank is awaited in different collectives": [VALIDATES, BARRIER_12, held(BUFFERS, 12)],
+    "the others wait for a computing rank in different collectives": [VALIDATES, BARRIER_12, held(BUFFERS, 12)],
     "a slow collective of all": [held(ALL_REDUCE, 12)] * 3,
     # The ranks that still receive have begun one operation fewer. A broadcast of the script has no kind.
     "a slow broadcast whose source waits in a barrier": [held(BARRIER, 13), *[held(BUFFERS, 12)] * 2],
@@ -229,7 +229,7 @@ def test_a_rank_that_does_not_answer_or_has_left_the_process_group_is_not_report
     healthy(job)
 
 
-def test_a_rank_that_waits_for_one_leaving_a_barrier_is_not_reported():
+def test_a_rank_that_waits_for_a_rank_that_has_left_a_barrier_is_not_reported():
     job = quiet()
     job.processes = {0: Process("train.py:80 validate", of_0=12), 1: held(BARRIER, 12)}
     job.pass_time(100.0)

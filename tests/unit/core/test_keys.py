@@ -20,7 +20,7 @@ from support.sentences import says
 
 pytestmark = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq was built without CURVE")
 
-KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"  # of RFC 26
+KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"  # from RFC 26, CurveZMQ
 OTHER = "D:)Q[IlAW!ahhC2ac:9*A}h:p?([4%wOTJ%JR%cs"
 
 
@@ -32,7 +32,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_new_folder_gets_the_servers_pair_and_a_clients(tmp_path):
+def test_a_new_folder_gets_key_pairs_for_the_server_and_one_client(tmp_path):
     folder = tmp_path / "keys"
     paths = generate(folder)
     expected = {"server.key", "server.key_secret", "clients/client.key", "secrets/client.key_secret"}
@@ -66,7 +66,7 @@ def test_every_key_is_different(tmp_path):
     generate(tmp_path, ["a", "b"])
     text = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
     found = re.findall(r'"(.{40})"', text)
-    # The server's public key is in four files, a client's in two.
+    # The server's public key is in four files, each client's public key in two, each secret key in one.
     assert len(found) == 11
     assert len(set(found)) == 6
 
@@ -100,7 +100,7 @@ def test_an_invalid_pattern_is_refused(tmp_path, pattern):
         generate(tmp_path / "keys", ["alice"], [pattern])
 
 
-def test_each_secret_of_a_job_is_new_private_and_never_overwritten(tmp_path, capsys):
+def test_a_generated_secret_is_unique_and_private_and_is_never_overwritten(tmp_path, capsys):
     before = os.umask(0)
     try:
         assert [main(["secret", str(tmp_path / name)]) for name in ("a", "b", "a")] == [0, 0, 2]
@@ -116,7 +116,7 @@ def test_each_secret_of_a_job_is_new_private_and_never_overwritten(tmp_path, cap
 
 
 @pytest.mark.parametrize("folder_mode", [0o775, 0o1777])
-def test_a_secret_may_be_written_where_a_group_works_together_or_nobody_can_replace_it(tmp_path, folder_mode):
+def test_a_secret_may_be_written_into_a_group_writable_or_a_sticky_folder(tmp_path, folder_mode):
     tmp_path.chmod(folder_mode)
     assert main(["secret", str(tmp_path / "job.secret")]) == 0
     assert mode(tmp_path / "job.secret") == 0o600
@@ -148,7 +148,7 @@ def test_an_invalid_secret_is_refused_and_not_quoted(environ, problem):
     assert "changeme" not in str(caught.value)
 
 
-def test_keys_follow_from_the_secret_and_the_job_and_fit_together():
+def test_keys_are_derived_from_the_secret_and_the_job_and_match_each_other():
     server, member = server_keys(KEY, "a"), member_keys(KEY, "a")
     assert (member.server, member.pair.public) == (server.pair.public, server.client_key)
     for pair in (server.pair, member.pair):
@@ -213,7 +213,7 @@ def test_the_command_names_the_files_and_no_key(tmp_path, capsys):
     assert "nothing was written" in capsys.readouterr().err
 
 
-def test_a_client_is_found_by_its_file_by_the_folder_and_by_the_environment(tmp_path):
+def test_a_clients_key_is_found_by_its_file_by_its_folder_or_by_the_environment(tmp_path):
     generate(tmp_path, ["client", "alice"])
     alice = resolve({"STATSD_BN_CURVE": str(tmp_path / "secrets" / "alice.key_secret")}).load_keys()
     assert alice == keys.load_client(tmp_path / "secrets" / "alice.key_secret")
@@ -256,7 +256,7 @@ def test_invalid_job_patterns_are_refused(tmp_path, jobs):
         load_public(path)
 
 
-def test_without_jobs_a_key_is_for_all(tmp_path):
+def test_a_key_without_job_patterns_is_valid_for_all_jobs(tmp_path):
     path = tmp_path / "alice.key"
     path.write_text(f'public-key = "{KEY}"\n')
     assert load_public(path).jobs == ("*",)
@@ -277,7 +277,7 @@ def test_a_secret_that_others_can_read_is_warned_of(tmp_path, caplog):
     assert "other users can read the secret key" in caplog.text
 
 
-def test_a_secret_is_not_part_of_what_is_printed(tmp_path):
+def test_printed_keys_contain_no_secret(tmp_path):
     generate(tmp_path)
     client, server = keys.load_client(tmp_path), keys.load_server(tmp_path)
     assert client.pair.public in repr(client)
@@ -285,7 +285,7 @@ def test_a_secret_is_not_part_of_what_is_printed(tmp_path):
     assert server.secret not in f"{server} {server!r}"
 
 
-def test_the_keys_of_a_tenant_name_it(tmp_path):
+def test_a_key_names_its_tenant(tmp_path):
     generate(tmp_path, ["alice", "anna"], tenant="team-a")
     generate(tmp_path, ["bob"])
     clients = load_clients(tmp_path)

@@ -1,4 +1,4 @@
-"""The lifecycle table of a group: its consistency, and the code that follows it."""
+"""The lifecycle table of a group is consistent."""
 
 from itertools import product
 

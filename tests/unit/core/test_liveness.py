@@ -100,7 +100,7 @@ def test_an_answer_to_a_stack_request_gives_a_silent_member_no_more_time(clock):
     assert (peer_id, failure.code) == (peer(0), "replica_lost")
 
 
-def test_a_silent_member_is_lost_to_those_who_wait_and_to_those_who_come_later(clock):
+def test_ranks_that_wait_now_or_later_learn_that_a_silent_member_is_lost(clock):
     clock.open()
     for member in (0, 1, 2):
         clock.contribute(member, key(step=4))
@@ -115,7 +115,7 @@ def test_a_silent_member_is_lost_to_those_who_wait_and_to_those_who_come_later(c
 
 
 @pytest.mark.parametrize("step", [8, 60])
-def test_a_lost_member_was_in_the_step_in_which_the_others_wait_for_it(clock, step):
+def test_the_error_gives_the_step_in_which_the_others_wait_for_the_lost_member(clock, step):
     """A member reports its step only once a second, and may do hundreds of steps in between in shared memory."""
     clock.open()
     for member in (0, 1, 2):
@@ -193,7 +193,7 @@ def test_a_member_that_returns_before_the_group_is_open_is_accepted_again(clock)
     assert clock.send(register(1, 2), peer(1))[0][1].present == Members.of([1])
 
 
-def test_the_log_warns_of_the_lost_member_of_a_broken_job_only(clock, caplog):
+def test_only_losses_soon_after_the_first_one_in_a_job_are_warnings(clock, caplog):
     clock.open(4)
     with caplog.at_level("INFO", "statsd_bn.server"):
         clock.pass_time(SILENCE, alive=(0, 1, 2))
@@ -285,7 +285,7 @@ def test_probes_go_to_each_member_once_and_answer_no_message(clock):
     assert {peer_id for peer_id, _ in clock.dispatcher.probes(clock.now)} == {peer(0), peer(1)}
 
 
-def test_a_member_is_probed_at_its_heartbeat_address_unless_it_has_sent_a_message_since(clock):
+def test_a_member_without_a_later_message_is_probed_at_its_heartbeat_address_if_known(clock):
     clock.open(2)
     clock.beat(0)
     clock.contribute(0)
@@ -296,7 +296,7 @@ def test_a_member_is_probed_at_its_heartbeat_address_unless_it_has_sent_a_messag
     assert {peer_id for peer_id, _ in clock.dispatcher.probes(before)} == {beacon(0)}
 
 
-def test_an_unreachable_member_is_lost_without_a_message_in_time(clock):
+def test_an_unreachable_member_that_sends_no_message_in_time_is_lost(clock):
     clock.open(2)
     clock.contribute(1)
     assert clock.cut(peer(0)) == []
@@ -330,7 +330,7 @@ def test_a_member_that_closes_a_channel_is_probed_and_kept(clock):
 
 
 @pytest.mark.parametrize("message", [ROUND_TRIPS, LATENESS, DIGEST])
-def test_messages_after_a_heartbeat_hide_no_other_address(clock, message):
+def test_reports_on_the_heartbeat_socket_do_not_replace_the_address_of_rounds(clock, message):
     clock.open(2)
     clock.beat(0)
     assert clock.send(message, beacon(0)) == []

@@ -127,7 +127,7 @@ def test_a_replica_with_an_empty_batch_takes_part():
     np.testing.assert_array_equal(found.values, [[9.0, 3.0]])
 
 
-def test_a_round_of_empty_batches_only_is_an_aggregate_too():
+def test_a_round_of_empty_batches_only_gives_an_aggregate_too():
     group = Group(2)
     group.contribute(0, rows(0.0, count=0))
     assert the_aggregate(group.contribute(1, rows(0.0, count=0)), 0, 1).count == 0
@@ -179,7 +179,7 @@ def test_a_duplicate_of_a_finished_round_gets_the_kept_bytes():
     assert group.master.done == 1
 
 
-def test_different_bytes_while_waiting_are_reported_to_both_senders_and_the_first_count():
+def test_different_bytes_while_waiting_are_reported_to_both_peers_and_the_first_are_used():
     group = Group(2)
     group.contribute(0, 3.0, at=b"first")
     failures = failures_of(group.contribute(0, 5.0, at=b"second"))
@@ -196,7 +196,7 @@ def test_different_bytes_from_the_same_peer_are_reported_once():
     assert set(failures_of(group.contribute(0, 5.0))) == everyone(0)
 
 
-def test_a_conflict_of_another_shape_is_a_conflict_and_breaks_nothing():
+def test_a_second_contribution_of_another_shape_is_a_conflict_and_breaks_nothing():
     group = Group(2)
     group.contribute(0, rows(3.0, channels=64))
     assert failures_of(group.contribute(0, rows(3.0, channels=32)))[peer(0)].code == "conflict"

@@ -165,7 +165,7 @@ def test_a_field_accepts_exactly_the_values_within_its_limits(kind, field, good,
 
 
 @pytest.mark.parametrize("kind", [messages.Register, messages.Registered], ids=name_of)
-def test_a_server_is_a_token(kind):
+def test_the_field_server_is_a_token(kind):
     for bad in TOKENS[1]:
         with pytest.raises(ProtocolError, match="server: expected 8 bytes"):
             build(kind, server=bad)

@@ -36,7 +36,7 @@ def test_a_round_that_is_done_in_shared_memory_is_dropped_and_frees_its_memory(w
 
 @pytest.mark.parametrize("is_settled", [True, False])
 def test_a_member_that_continued_does_not_count_as_waiting(world, is_settled):
-    """One member still sleeps in a round that the other has completed, and the other waits for it in the next round."""
+    """`asleep` still sleeps in a round that `ahead` has completed; `ahead` waits for `asleep` in the next round."""
     asleep, ahead = world.members
     asleep.forward(1.0)
     ahead.session.steps.record_phase(ahead.session.forward_key("bn").phase)

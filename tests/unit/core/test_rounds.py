@@ -61,7 +61,7 @@ def test_repeated_nan_bytes_are_accepted():
     assert not future.put(nan(43), b"")
 
 
-def test_two_different_contributions_of_one_member_conflict_and_the_first_counts():
+def test_two_different_contributions_of_one_member_conflict_and_the_first_is_used():
     round_ = a_round(0, 1)
     round_.put(0, rows(1.0), b"first")
     with pytest.raises(ContributionConflict, match="rank 0 sent two different contributions") as caught:

@@ -10,7 +10,7 @@ from statsd_bn.text import FIRST_LINE
 
 
 def network(error: OSError | None) -> SimpleNamespace:
-    """A module like `socket`, whose connection attempts all end with this error or succeed."""
+    """A module like `socket`, in which every connection attempt raises `error`, or succeeds if that is None."""
 
     def create_connection(*_: object) -> SimpleNamespace:
         if error:

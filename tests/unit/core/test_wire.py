@@ -95,7 +95,7 @@ def contribution_header(
 
 
 def aggregate_header(*, runs=(2, 1), members=(0, 1, 2, 1, 2, 1), texts=KEY_TEXTS, **changed: Any) -> bytes:
-    """Header of an Aggregate, like `contribution_header`; `members` are the runs of both sets of members."""
+    """Header of an Aggregate, like `contribution_header`; `members` are the runs of all, then of non-finite members."""
     given = {"vectors": 1, "channels": 2, "replicas": 2, "count": 3, "counters": (1, 2, 3)} | changed
     vectors, channels, replicas, count, counters = given.values()
     fixed = struct.pack("<BBHIIIQQQQ", 4, vectors, *runs, channels, replicas, count, *counters)
@@ -138,7 +138,7 @@ def test_the_golden_frame_of_a_round_that_was_not_finite():
     assert decode(frame) == message
 
 
-def test_a_round_that_was_not_finite_names_a_member():
+def test_a_report_of_a_non_finite_round_must_name_a_member():
     frame = hand_built([19, b"session0", PACKED_KEY, b"", "1 of 3 channels (inf)"])
     with pytest.raises(ProtocolError, match="members: expected at least one member with non-finite values, got none"):
         decode(frame)
@@ -148,7 +148,7 @@ def test_the_golden_frame_of_an_aggregate():
     assert encode(AGGREGATE) == hand_built(aggregate_header(), struct.pack("<2d", 1.5, 1e300))
     assert encode(AGGREGATE).hex() == (
         "53424e09 51000000"  # "SBN", version 9, a header of 81 bytes
-        "04 01 0200 01000000 02000000 02000000"  # type 4, vectors, runs of both sets, channels, replicas
+        "04 01 0200 01000000 02000000 02000000"  # type 4, vectors, two numbers of runs, channels, replicas
         "0300000000000000 0100000000000000 0200000000000000 0300000000000000"  # count, epoch, step, call
         "0000 0100 0200 0100 0200 0100"  # members 0 and 2; member 2 sent non-finite values
         "6a6f62 00 776f726c64 00 626e31 00 666f7277617264"  # job, group, layer, phase
@@ -180,7 +180,7 @@ def test_a_result_of_anything_but_an_aggregate_is_refused(inner):
         *([0, limits.MAX_MEMBERS + 1], [limits.MAX_MEMBERS, 1]),
     ],
 )
-def test_members_not_given_as_runs_are_refused(flat):
+def test_invalid_runs_of_members_are_refused(flat):
     for header in (
         [2, b"session0", b"server00", 1, 2, 5, packed_runs(*flat)],
         [1, b"session0", "j", "g", 1, 2, 3, 0, 4.5, "here", 1, b"server00", 6, 5, 7, packed_runs(*flat)],
@@ -302,7 +302,7 @@ def test_a_frame_beyond_the_limit_is_not_sent():
     assert str(values.shape) in caught.value.message
 
 
-def test_a_member_with_every_replica_at_16384_channels_fits():
+def test_a_contribution_of_the_most_replicas_at_16384_channels_fits():
     values = np.zeros((limits.MAX_REPLICAS, 2, 16_384))
     long_key = key("l" * 256, job="j" * 256, group="g" * 256)
     rows = Rows((limits.MAX_COUNT,) * limits.MAX_REPLICAS, values)
@@ -425,7 +425,7 @@ def test_msgpack_extensions_are_refused(extension):
 
 
 @pytest.mark.parametrize("extension", [b"\xc7\x00\x05", b"\xc7\x00\xff", b"\xd6\xff\0\0\0\1", b"\xc1"], ids=bytes.hex)
-def test_odd_msgpack_never_escapes_as_another_error(extension):
+def test_malformed_msgpack_raises_no_error_but_a_protocol_error(extension):
     for before in (b"", b"\x91", b"\x93\x05\xc4\x08session0", b"\x92\x08\x81\xa1a"):
         decoded_or_refused(hand_built(before + extension))
 
@@ -437,7 +437,7 @@ depths = pytest.mark.parametrize("depth", [2, 100, 500, 900, 1_000, 1_020, 1_030
 
 @openers
 @depths
-def test_deep_nesting_never_escapes_as_another_error(opener, depth):
+def test_deep_nesting_raises_no_error_but_a_protocol_error(opener, depth):
     nested = opener * depth + b"\xc0"
     headers = {
         "the header": nested,

@@ -31,7 +31,7 @@ def test_a_task_may_run_others():
 
 
 class Known:
-    """A task's context."""
+    """An object that a task refers to."""
 
 
 def test_a_worker_keeps_no_reference_to_an_ended_task():
@@ -42,7 +42,7 @@ def test_a_worker_keeps_no_reference_to_an_ended_task():
     assert reference() is None
 
 
-def test_a_task_that_raises_ends_its_thread_and_no_wait_remains(monkeypatch):
+def test_a_task_that_raises_ends_its_thread_and_leaves_no_caller_waiting(monkeypatch):
     raised = []
     monkeypatch.setattr(threading, "excepthook", lambda arguments: raised.append(arguments.exc_type))
     runs = []

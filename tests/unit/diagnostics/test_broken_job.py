@@ -131,7 +131,7 @@ def test_a_process_that_stalls_in_nccl_within_a_call_of_ours_is_ended_later(play
     assert len(play.ended) == 1
 
 
-def test_a_process_stalled_by_ranks_that_left_in_order_is_warned_and_not_ended(play, caplog):
+def test_a_process_stalled_by_ranks_that_exited_cleanly_is_warned_and_not_ended(play, caplog):
     play.sampler.behind = ("train.py:1", 7)
     play.job.report(LEFT)
     play.check_each_second()
@@ -139,7 +139,7 @@ def test_a_process_stalled_by_ranks_that_left_in_order_is_warned_and_not_ended(p
     assert play.ended == []
 
 
-def test_a_process_in_a_call_of_ours_repeats_no_warning(play, caplog):
+def test_a_process_in_a_call_of_ours_is_not_warned(play, caplog):
     play.sampler.call_ours()
     play.job.report(LOST)
     play.job.check(0.0)
@@ -156,7 +156,7 @@ def test_a_limit_of_none_ends_no_process():
     assert ended == []
 
 
-def test_a_process_that_waits_elsewhere_for_ranks_that_left_in_order_is_warned_and_not_ended(play, caplog):
+def test_a_process_in_a_barrier_after_others_exited_cleanly_is_warned_and_not_ended(play, caplog):
     play.sampler.hold("barrier", "torch.distributed.distributed_c10d")
     play.job.report(LEFT)
     play.job.check(0.0)
@@ -166,7 +166,7 @@ def test_a_process_that_waits_elsewhere_for_ranks_that_left_in_order_is_warned_a
     assert play.ended == []
 
 
-def test_a_process_that_trains_on_after_others_left_in_order_is_ended(play):
+def test_a_process_that_trains_on_after_others_exited_cleanly_is_ended(play):
     play.sampler.hold("_sync_buffers")
     play.job.report(LEFT)
     play.job.check(0.0)
@@ -174,7 +174,7 @@ def test_a_process_that_trains_on_after_others_left_in_order_is_ended(play):
     assert len(play.ended) == 1
 
 
-def test_a_failure_takes_precedence_over_a_rank_that_left_in_order(play):
+def test_a_failure_takes_precedence_over_a_clean_exit(play):
     play.job.report(LEFT)
     play.job.report(LOST)
     play.job.report(RoundMismatch("later"))
@@ -240,7 +240,7 @@ def test_an_exception_of_the_script_waits_for_nothing(play, monkeypatch):
     assert notes_of(raised(ValueError("mine")), play) == []
 
 
-def test_an_exception_of_the_script_gets_no_note_about_ranks_that_left_in_order(play):
+def test_an_exception_of_the_script_gets_no_note_about_ranks_that_exited_cleanly(play):
     play.job.report(LEFT)
     assert notes_of(raised(ValueError("mine")), play) == []
     assert notes_of(raised_in_torch(RuntimeError("closed")), play) == [f"statsd_bn: ReplicaLost: {LEFT}"]

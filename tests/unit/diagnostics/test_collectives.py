@@ -53,7 +53,7 @@ def test_without_a_process_group_there_is_no_report():
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_thread_in_a_collective_is_found_and_its_group(monkeypatch):
+def test_a_collective_in_which_a_thread_waits_is_found_with_its_group(monkeypatch):
     found = []
     work = SimpleNamespace(wait=lambda: found.append(collectives.current(sys._getframe(1))))
     monkeypatch.setattr(distributed.ProcessGroup, "barrier", lambda *_, **__: work)
@@ -241,7 +241,7 @@ def test_a_thousand_samples_keep_nothing():
     assert set(vars(sampler)) == set(vars(ThreadSampler(reports_stacks=True, rank=0)))
 
 
-# Tests of collectives on a device, as NCCL's, for which the host waits in another call.
+# Collectives on a device, such as NCCL's: the host waits for them in a later call, such as `loss.item()`.
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ STATUS = answer(members=[{"member": number, "place": place} for number, place in
 
 
 class Answers:
-    """A channel to a server that answers each frame with the next of these messages; None: no answer."""
+    """A channel to a server that answers each frame with the next of `answers`; None stands for no answer."""
 
     def __init__(self, *answers):
         self.sent, self._answers = [], list(answers)

@@ -107,7 +107,7 @@ def test_the_report_shows_the_latest_known_step_of_a_member(play, transport, min
     assert play.report["groups"][0]["lost"].endswith("" if min_members else "step 255")
 
 
-# After a restart, while a member is still to come.
+# After a restart, before the last member returns.
 
 BEFORE = {"server": b"server-9", "step": 1, "known": Members.of(range(3))}
 LATE = key(step=1)
@@ -138,7 +138,7 @@ def test_a_repeated_message_is_kept_once_and_answered_at_the_latest_address(retu
     assert answers[b"socket 8"].values.item() == 6.0
 
 
-def test_different_rows_for_an_open_round_are_refused_and_the_first_count(returning):
+def test_different_rows_for_an_open_round_are_refused_and_the_first_are_used(returning):
     returning.contribute(0, 1.0, LATE)
     assert codes(returning.contribute(0, 5.0, LATE)) == {peer(0): "conflict"}
     returning.contribute(1, 2.0, LATE)

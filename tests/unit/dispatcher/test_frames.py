@@ -48,7 +48,7 @@ def test_garbage_is_counted_and_answered_without_effect_on_others(play):
     assert set(play.contribute(1)) == {peer(0), peer(1)}
 
 
-def test_another_protocol_version_is_answered_by_name(play):
+def test_another_protocol_version_is_named_in_the_answer(play):
     frame = bytearray(encode(register()))
     frame[3] = PROTOCOL_VERSION + 1
     (answer,) = read(play.dispatcher.receive(play.now, b"new", bytes(frame)).replies).values()

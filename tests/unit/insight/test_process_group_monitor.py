@@ -50,7 +50,7 @@ def looking():
 
 @pytest.fixture
 def attached(monkeypatch):
-    """Returns a function that makes `Rounds` of a process group without a connection, as its rank `index`."""
+    """Returns a function that makes the `Rounds` of a process group's rank `index`, without a connection."""
     monkeypatch.setattr(distributed, "get_process_group_ranks", lambda _: RANKS)
 
     def attach(index):

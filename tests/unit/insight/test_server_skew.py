@@ -1,4 +1,4 @@
-"""Skew in rounds at the server: members with differing data are named, and rounds are not disturbed."""
+"""Skew in rounds at the server: members with differing data are named, and kept samples are bounded."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Reports on rounds outside of the server: checked, bounded, and searched for skew."""
+"""Reports on rounds that the server did not see: checked, bounded, and searched for skew."""
 
 import logging
 

@@ -86,7 +86,7 @@ def test_a_process_alone_logs_its_identity_once(caplog):
     ("name", "hint"),
     [("STATSD_BN_ENDPIONT", "STATSD_BN_ENDPOINT"), ("STATSD_BN_JOBS", "STATSD_BN_JOB"), ("STATSD_BN_MAX_GROUPS", "")],
 )
-def test_a_misspelt_variable_is_warned_of_and_one_of_the_server_is_not(monkeypatch, caplog, name, hint):
+def test_a_misspelt_variable_is_warned_of_and_a_variable_of_the_server_is_not(monkeypatch, caplog, name, hint):
     monkeypatch.setenv(name, "4")
     client.connect().close()
     messages = [record.getMessage() for record in caplog.records if name in record.getMessage()]
@@ -137,7 +137,7 @@ def test_a_child_of_multiprocessing_without_other_ranks_is_warned(monkeypatch, c
     assert "call client.connect() after torch.distributed.init_process_group()" in record.getMessage()
 
 
-# Whether connect() has imported the compiler: alone, and before it connects to a server and sends heartbeats.
+# Prints whether the compiler is imported: after connect() in a process alone, then before connect() opens a connection.
 LOADED = """
 import sys
 import client

@@ -126,7 +126,7 @@ def test_an_empty_variable_counts_as_missing():
     assert sources(dict.fromkeys([*OURS, *TORCHRUN, *SLURM], "")) == sources({})
 
 
-def test_the_time_to_join_is_that_of_a_round_unless_it_is_given():
+def test_the_join_timeout_is_the_round_timeout_unless_it_is_given():
     assert str(resolve({}).resolved["join_timeout"]) == "join_timeout 600.0 (default)"
     assert str(resolve({}, round_timeout=5).resolved["join_timeout"]) == "join_timeout 5.0 (round_timeout)"
     assert str(resolve({}, round_timeout=5, join_timeout=9).resolved["join_timeout"]) == "join_timeout 9.0 (argument)"

@@ -17,7 +17,7 @@ from support.paths import ROOT
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
-# The error of three roundings in float32, and one more to half precision; for float64 also the reference's error.
+# Relative errors: three roundings in float32, one more to half precision; for float64 also the error of the reference.
 OFF = {torch.float32: 2e-7, torch.float64: 1e-13, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 PLANES = [(3, 5, 49), (1, 3, 17), (5, 1, 33), (2, 700, 3), (9, 3, 4099), (4, 2, 16400)]
@@ -31,7 +31,7 @@ CORE = library.library()
 
 @pytest.fixture(params=range(CORE.holding.sbn_level(-1) + 1 if CORE else 1), ids=library.LEVELS.__getitem__)
 def core(request):
-    """The core, limited to the instructions of each level that this processor has."""
+    """The core, limited to one level of instructions; a test runs at each level that this processor has."""
     assert CORE, library.description()
     best = CORE.holding.sbn_level(-1)
     CORE.holding.sbn_level(request.param)

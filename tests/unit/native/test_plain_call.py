@@ -1,4 +1,4 @@
-"""The plain call on a CPU; it must leave tensors without values at their address to other backends."""
+"""The plain call on a CPU, also with tensors whose memory does not hold their values."""
 
 from functools import partial
 

@@ -69,7 +69,7 @@ def test_a_compiled_layer_follows_a_later_mode(monkeypatch):
         torch.testing.assert_close(compiled(small_values()), normalised(small_values(), mode))
 
 
-def test_the_module_of_pipes_has_its_names():
+def test_client_comm_has_the_names_of_the_original_module():
     assert set(comm_module.__all__) == {"FutureResult", "SlavePipe", "SyncMaster"}
 
 

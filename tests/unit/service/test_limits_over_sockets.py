@@ -1,4 +1,4 @@
-"""Limits of connections, over real sockets: each ends the connection that is beyond it, and no other."""
+"""Limits of connections, over real sockets: each limit ends only the connection that exceeds it."""
 
 import logging
 import os
@@ -54,7 +54,7 @@ def hangs_up(connection: socket.socket) -> float:
     return time.monotonic() - started
 
 
-def test_a_handshake_that_does_not_end_is_ended(serve, monkeypatch):
+def test_a_connection_with_an_unfinished_handshake_is_closed(serve, monkeypatch):
     monkeypatch.setattr(listener, "HANDSHAKE_MILLISECONDS", 500)
     service = serve()
     address = ("127.0.0.1", int(service.endpoints[0].rpartition(":")[2]))

@@ -4,7 +4,7 @@ import numpy as np
 
 from statsd_bn.skew import MIN_SECONDS, SkewDetector
 
-# The third member's data differ much; the second member has the first one's data.
+# The third member's data differ much; the second member has the same data as the first.
 FIGURES = np.array([[[10.0, 0.0, 1.0, 0.01], [10.0, 0.0, 1.0, 0.01], [10.0, 5.0, 9.0, 0.4], [10.0, 0.1, 1.1, 0.01]]])
 
 

@@ -1,4 +1,4 @@
-"""Rows that the sampler keeps for a moment: a layer's once a second at most, all of one step, and a bounded number."""
+"""The sampler keeps rows for a moment: a bounded number, of one step only, at most once a second for each layer."""
 
 import tracemalloc
 from collections import Counter
@@ -112,7 +112,7 @@ def test_the_last_layers_of_a_large_model_are_seen_in_slow_steps_too(number, sec
     assert min(seen[f"layer {layer}"] for layer in range(number)) >= 5
 
 
-def test_samples_begin_without_counted_steps_too():
+def test_samples_begin_even_if_the_step_number_does_not_change():
     of_one = SkewSampler()
     for n in range(200):
         for layer in ("first", "second"):

@@ -133,7 +133,7 @@ def test_each_member_adds_the_rows_of_all_in_member_order(replicas):
         assert values.tobytes() == np.concatenate(parts).tobytes()
 
 
-def test_a_member_may_be_at_the_next_turn_while_another_reads_the_last():
+def test_a_member_may_be_at_the_next_turn_while_another_reads_the_previous_turn():
     memories = memories_of(3)
     assert meet(memories, [rows(1.0)] * 3) == [DONE] * 3
     assert memories[0].arrive(8, rows(2.0)) == WAITS
@@ -238,7 +238,7 @@ def test_many_turns_with_pauses_give_each_member_every_sum(members):
     assert found == [[sum(number + me / 16 for me in range(members)) for number in range(turns)]] * members
 
 
-def test_the_maximal_number_of_members_is_distinguished():
+def test_a_memory_with_the_maximal_number_of_members_distinguishes_them_all():
     memories = memories_of(MAX_MEMBERS)
     memories[3].arrive(1, rows(1.0))
     assert memories[3].late == [member for member in range(MAX_MEMBERS) if member != 3]

@@ -1,4 +1,4 @@
-"""One member's part in a round in shared memory; its session counts its delay if it came last."""
+"""One member's part in a round in shared memory: the session of the last member counts that member's delay."""
 
 import re
 from mmap import mmap

@@ -138,7 +138,7 @@ def test_the_current_transport_is_reported():
         during = two_rounds(connection)
         rounds.wait(30)
         if connection.rank == 0:
-            connection.session(None).transport.memory.abandon()  # as a member does that fails in a round
+            connection.session(None).transport.memory.abandon()  # as a member that fails in a round does
         rounds.wait(30)
         return before, during, (connection.transport, connection.why_not_faster)
 
@@ -148,7 +148,7 @@ def test_the_current_transport_is_reported():
     )
 
 
-def test_a_rank_that_has_ended_in_order_changes_nothing():
+def test_a_rank_that_exited_cleanly_does_not_change_the_transport():
     ended = threading.Event()
     master = MemoryMaster()
 
@@ -164,7 +164,7 @@ def test_a_rank_that_has_ended_in_order_changes_nothing():
     assert in_threads([lambda n=n: member(n) for n in range(2)]) == [(SHARED_MEMORY, "")] * 2
 
 
-def test_a_group_that_allows_absent_ranks_reports_it():
+def test_a_group_that_allows_absent_ranks_reports_why_it_uses_the_server():
     def program(connection):
         assert two_rounds(connection) == (SHARED_MEMORY, "")
         connection.rejoin(None)

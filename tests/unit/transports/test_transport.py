@@ -43,7 +43,6 @@ def test_shared_memory_gives_the_keys_and_bits_of_the_server(members, size):
 
     in_memory = run_members(members, program(SharedMemoryPipe), transport=SHARED_MEMORY)
     over_server = run_members(members, program(SlavePipe), transport=OVER_SERVER)
-    # A gather is a call like others, and begins a step too.
     assert in_memory == over_server
 
 

@@ -1,11 +1,11 @@
-"""Rows whose sum has another last bit in each order of addition; and a record of the frames to a server."""
+"""Rows whose sum depends on the order of addition, and a record of the frames that a server receives."""
 
 import numpy as np
 
 from statsd_bn import Rows
 from support.memory_members import MemoryMaster
 
-# In float64, adding these in another order gives another last bit.
+# In float64 the sum of these values depends on the order of addition.
 ROWS = np.array([0.1, 0.2, 0.3, 1e16, -1e16, 0.7]).reshape(6, 1, 1)
 
 

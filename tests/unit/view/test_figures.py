@@ -124,7 +124,7 @@ def test_very_many_groups_take_turns(monkeypatch):
     assert all("figures" in of for of in groups)
 
 
-def test_a_server_that_always_has_more_is_not_asked_for_ever():
+def test_a_server_that_always_has_more_pages_is_not_asked_for_ever():
     server, of = Server(["stem"] * 2 * limits.MAX_FIGURES_LAYERS, each=100), group()
     FigureReader().add_to(server, [of])
     assert len(server.questions) == limits.MAX_FIGURES_LAYERS // 100 + 1

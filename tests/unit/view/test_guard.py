@@ -37,7 +37,7 @@ def test_the_token_is_accepted_in_a_header_or_a_cookie():
 
 
 @pytest.mark.parametrize("cookies", [("wrong", TOKEN), (TOKEN, "wrong")], ids=["last", "first"])
-def test_one_of_several_cookies_of_that_name_is_enough(cookies):
+def test_the_token_in_one_of_several_cookies_of_the_same_name_is_enough(cookies):
     assert answer(Guard(page, TOKEN), cookie="; ".join(f"{COOKIE}_8321={value}" for value in cookies))[0] == 200
 
 

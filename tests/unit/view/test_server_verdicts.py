@@ -1,4 +1,4 @@
-"""Verdicts of jobs on a real dispatcher name each event within two seconds."""
+"""Verdicts of jobs on a real dispatcher name the event and the rank."""
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class Watched(Job):
         return texts
 
 
-def test_a_job_that_takes_part_is_healthy():
+def test_a_job_whose_ranks_all_take_part_is_healthy():
     assert Watched(3).verdict_text() == "Healthy: all 3 ranks take part, no NaN so far"
 
 

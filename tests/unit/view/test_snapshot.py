@@ -202,7 +202,7 @@ def test_a_group_that_does_not_return_after_a_restart_is_over():
     assert kept["over"]["time"] == 61.0
 
 
-def test_all_groups_of_a_silent_server_say_so():
+def test_all_groups_of_a_silent_server_report_its_silence():
     watcher = SnapshotBuilder("x")
     snapshot_at(watcher, 5.0, group(member(0)))
     silent = watcher.fail(9.0, "no answer")

@@ -1,4 +1,4 @@
-"""Every address of `view` asks for the token: the one that it prints, or the one in STATSD_BN_VIEW_TOKEN."""
+"""Every address of `view` asks for the token, which STATSD_BN_VIEW_TOKEN gives or `view` generates."""
 
 import time
 from contextlib import closing, suppress

@@ -168,7 +168,7 @@ def test_the_lesser_verdicts_follow_the_first_one():
     assert entry["verdict"]["also"] == [second.text, third.text]
 
 
-def test_a_job_that_ended_in_good_order_says_so_first():
+def test_the_first_verdict_of_a_job_that_ended_in_good_order_is_its_end():
     of = {**group(*FOUR, findings=[skew(2)], first_non_finite=NAN), "over": {"time": 1.0, "reason": "in good order"}}
     assert [one.state for one in verdicts(of, NOW)] == ["ended", "data", "data"]
 
@@ -322,12 +322,12 @@ def test_a_long_wait_is_always_reported():
     assert verdicts(of, NOW)[0].state == "waiting"
 
 
-def test_the_oldest_round_counts():
+def test_the_verdict_is_about_the_oldest_round():
     of = group(*FOUR, waiting=[waiting(2.0, 1), waiting(5.0, 3, layer="bn2")])
     assert verdicts(of, NOW)[0].text.startswith("Waiting for rank 3 (host-3, pid 803) for 5 s in bn2")
 
 
-def test_names_of_others_stay_text():
+def test_html_in_a_name_stays_plain_text():
     hostile = "<img src=x onerror=alert(1)>"
     text = verdicts(group(*FOUR, waiting=[waiting(2.0, 1, layer=hostile)]), NOW)[0].text
     assert hostile in text

@@ -162,7 +162,7 @@ def test_a_group_without_figures_has_no_heat():
 
 
 @pytest.mark.parametrize(("path", "names"), [("/heat", b"job and group"), ("/history", b"job, group and layer")])
-def test_a_request_without_an_argument_gets_its_name(path, names):
+def test_the_answer_to_an_incomplete_request_names_the_expected_arguments(path, names):
     status, headers, body = Page().get(path, job=JOB)
     assert (status, body) == (400, b"expected " + names + b" in the query")
     assert headers[b"x-content-type-options"] == b"nosniff"
@@ -189,7 +189,7 @@ def test_a_reader_that_leaves_before_the_first_event_frees_its_place():
     asyncio.run(come_and_go())
 
 
-def test_an_error_of_ours_is_a_line_and_no_traceback(caplog):
+def test_an_internal_error_is_logged_in_one_line_without_a_traceback(caplog):
     page = Page()
     page.feed.snapshot = {}  # without the entry that the heat map reads
     assert page.get("/heat", **ASKS["/heat"])[0] == 500
