@@ -2,7 +2,8 @@
 
 The second run takes place during the backward pass. It must neither update the running statistics again nor exchange
 again, since the other members may be in other rounds by then. So a call during a backward pass reuses the results of
-the earlier call that had the same moments.
+the earlier call that had the same moments. Hooks for saved tensors, by which a checkpoint sees what a node saves, are
+thread-local: one replica's thread computes for all replicas, without its own hooks.
 """
 
 import math

@@ -129,7 +129,7 @@ def _run(round_: "MemoryRound", memory: GroupMemory, connection: Connection) -> 
 
 @dataclass(slots=True, eq=False)
 class MemoryRound:
-    """A `StateMachine` for a round in memory that takes long.
+    """A `StateMachine` for a round in memory that takes long, or that only the server can end.
 
     All members finish it in the same way, either in memory or over the server. The result is the aggregate, or, if only
     the server can finish the round, a round trip, which may have begun. This member has already arrived in memory.

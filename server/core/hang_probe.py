@@ -26,20 +26,20 @@ from statsd_bn.wire import encode
 # per step, which cost it 0.1 ms each.
 NO_ROUND_SECONDS = 2.0
 
-QUIET_ASKED_AT_MOST = 8.0  # longest interval between requests to a member that is in no collective, in an idle job
+QUIET_ASKED_AT_MOST = 8.0  # longest interval between requests to a member of an idle job, unless a collective blocks it
 
 # Larger idle jobs get no requests: finding a deadlock needs all members' reports, and so many requests delay rounds.
 MOST_QUIET_MEMBERS = 256
 
 MAX_TARGETS_PER_ROUND = 16  # the lowest ranks get a request: a few stacks are enough for a person
 MAX_ROUNDS_SCANNED = 16  # in each group, oldest first; a member with one thread has one open round
-MAX_REQUESTS = 1024  # in flight in all jobs, to bound the server's time
+MAX_REQUESTS = 1024  # members with a request in all jobs, to bound the server's time
 
 Target = tuple[Contributor, str]  # a member to ask, and the process group to report on
 
 
 class HangProbe:
-    """The requests in flight."""
+    """Which members get a stack request, and when."""
 
     def __init__(self, registry: Registry, silence: float) -> None:
         self._registry = registry

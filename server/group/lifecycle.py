@@ -4,13 +4,13 @@ The rules behind the table:
 
 1. A group opens once, and then stays open until it breaks or its last member leaves.
 2. A filling group survives the loss of members.
-3. An open or recovering strict group breaks when it loses a member that the others need: any member except a paused
-   one that leaves without an error.
+3. An open or recovering strict group breaks when it loses a member. Only a paused member may leave, and without an
+   error.
 4. An elastic group survives the loss of members, and accepts new ones while it is open or recovers.
 5. An open group, strict or elastic, breaks when its members have presented contradictory results.
 6. A filling group becomes recovering when a former member registers. An open elastic group refuses former members,
-   because the others have continued. An open strict group accepts a former member only if it was
-   paused, because no round needs it.
+   because the others have continued. An open strict group accepts a former member only if it was paused,
+   because no round needs it.
 7. After a paused member has left a strict group, rejoining members get an error: the group can never be complete again.
 8. A broken group stays broken and refuses all registrations; `server.core.registry` may replace it.
 
