@@ -16,7 +16,7 @@ BACKWARD = "backward"
 SECOND_BACKWARD = "second backward"
 
 GATHER = "gather"  # the rows of such a round are concatenated, not added; each value holds eight bytes
-MEMORY_GATHER = "statsd_bn memory"  # layer name of the gathers in which a group's members agree on shared memory
+MEMORY_GATHER = "statsd_bn memory"  # layer name of the gathers in which a group's members negotiate the transport
 
 ADVICE = (
     "Run the same layers in the same order on every rank, equally often; "
@@ -46,7 +46,7 @@ class RoundKey(_KeyFields):
     Attributes:
         job: the training run.
         group: the members of the job that synchronise together.
-        epoch: one life of the group's membership.
+        epoch: one life of the group, until the job restarts.
         step: number of the training step in the epoch, from 0.
         layer: the layer's path in the model.
         call: number of the layer's forward call in the step, from 0.
@@ -100,7 +100,7 @@ class RoundKey(_KeyFields):
 
 
 def advice_for(places: Iterable[str]) -> str:
-    """Returns advice for ranks that wait in different rounds, each as `RoundKey.describe` writes it."""
+    """Returns advice for ranks that wait in different places; a round's place contains `RoundKey.describe`."""
     rounds = set(places)
     if len({place.replace(FORWARD_WITHOUT_GRADIENT, FORWARD, 1) for place in rounds}) < len(rounds):
         return ADVICE_FOR_GRADIENTS

@@ -35,7 +35,7 @@ WINDOW_SECONDS = 60.0
 IMMEDIATE_RESTARTS = 3
 FIRST_PAUSE_SECONDS = 1.0
 MAX_FAILURES = 8  # within the window; the pauses until then add up to 31 s
-MAX_FAILED_STARTS = 3  # consecutive starts after which the server does not listen
+MAX_FAILED_STARTS = 3  # consecutive starts in which the server did not begin to listen
 
 # Variables of the training script that would override the server's arguments.
 NOT_INHERITED = {"STATSD_BN_BIND", "STATSD_BN_CURVE", "STATSD_BN_INSECURE", "STATSD_BN_SECRET"}

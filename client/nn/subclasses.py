@@ -87,7 +87,7 @@ class SubclassWithForward(SynchronizedSubclass):
         return output
 
     def _traced_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """`forward` under torch.compile, which compiles empty batches separately: `_handle_bypass` tests for them."""
+        """`forward` under torch.compile. `_handle_bypass` tests for empty batches: these have a graph of their own."""
         self._was_called = False
         with BatchNormOverride(self, SubclassWithForward._compute_traced_call, self._tracked_snapshot()):
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -166,7 +166,7 @@ class SuperForward(SynchronizedBatchNorm):
 
 @input_checks.constant_in_trace
 def _warn_once(cls: Any, layer: str, *, unrelated: bool = False) -> None:
-    """Log once per class that its `forward` never calls `batch_norm` with the layer's tensors, or also without them."""
+    """Log once per class that no call of `batch_norm` in its `forward`, or not every call, has the layer's tensors."""
     problem = (
         "%s: the forward of %s also calls batch_norm without the layer's tensors; that call is not synchronised"
         if unrelated

@@ -54,8 +54,8 @@ def recalibrate(
     are dropped. After an exception, all statistics are unchanged.
 
     Args:
-        model: in training mode, layers in training mode are measured, and layers in eval mode stay frozen; in eval
-            mode all layers are measured. Other modules keep their mode: in eval there is no dropout.
+        model: if it is in training mode, its layers in training mode are measured and those in eval mode stay
+            frozen; if it is in eval mode, all layers are measured. Other modules keep their mode, as dropout.
         loader: yields the batches. If a batch is a tuple or list, the model gets its first element, as in
             `torch.optim.swa_utils.update_bn`.
         num_batches: the largest number of batches.

@@ -3,7 +3,7 @@
 It takes one or two gathers over the server, which follow the group's first round. In the first gather each member says
 whether it accepts the process group and whether it can share memory, and the first member offers memory. The
 negotiation ends there if all members accept the process group, or if the group cannot share memory. In the second
-gather each member says whether it has received the memory: equal host names would not prove that it can.
+gather each member says whether it has received the memory: equal host names would not prove that they can share it.
 """
 
 import logging

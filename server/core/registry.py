@@ -209,7 +209,8 @@ class Registry:
         """Failures of a broken strict group, sent once, to members that may wait outside of its rounds.
 
         A member of the group may wait in a torch collective, so all are notified at their heartbeat addresses. If the
-        group is the world, members that wait for another group of the job to open are notified too.
+        group is the world and a member has failed or is lost, members that wait for another group of the job to open
+        are notified too.
         """
         membership, lost = master.membership, master.membership.lost
         if lost is None or membership.is_elastic or master.broken_notified_at is not None:

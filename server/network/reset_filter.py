@@ -33,7 +33,8 @@ logger = logging.getLogger("statsd_bn.server")
 _SO_ATTACH_FILTER, _SO_MEMINFO = 26, 55  # Linux socket options that Python's socket module lacks
 _MEMINFO = struct.Struct("9I")  # SO_MEMINFO has nine numbers; the last counts dropped segments
 
-# The head of TCP_INFO: unacknowledged segments, ages of the last data and acknowledgement in ms, round trip in µs.
+# The head of TCP_INFO: unacknowledged segments; ages of the last received data and acknowledgement, in ms; round trip
+# in µs.
 _TCP_INFO = struct.Struct("=8x 4x4x4x4x I 4x4x4x4x 4x4x I I 4x4x I")
 
 _LENGTH, _FLAGS, _RESET = 12, 13, 0x04  # offsets of a TCP header's length and flags, and the reset flag
@@ -46,7 +47,7 @@ _HEADERS_ONLY = (
     (0x30, 0, 0, _FLAGS),  # load the byte
     (0x45, 6, 0, _RESET),  # drop if the flag is set
     (0x30, 0, 0, _LENGTH),
-    (0x74, 0, 0, 2),  # the upper half counts words of 4 bytes
+    (0x74, 0, 0, 2),  # the byte's upper half is the header's length in words of 4 bytes
     (0x54, 0, 0, 0x3C),
     (0x07, 0, 0, 0),  # store it
     (0x80, 0, 0, 0),  # load the length of the segment
@@ -94,7 +95,7 @@ class TcpState:
     """State of a TCP connection; times in seconds."""
 
     has_unacknowledged: bool  # whether sent data is unacknowledged
-    idle: float  # time since the last data or acknowledgement
+    idle: float  # time since the last data or acknowledgement from the peer
     round_trip: float
 
 

@@ -34,7 +34,7 @@ class Quota:
     max_members: int = _option(limits.MAX_MEMBERS, "members of a group; each is answered in every round")
     max_groups: int = _option(limits.MAX_GROUPS, "groups of all jobs; each keeps some 0.2 MB")
     max_tenant_groups: int = _option(
-        256, "groups of one tenant; it gets another only while it has fewer than the server has free", limits.MAX_GROUPS
+        256, "groups of one tenant; a tenant with n groups gets another only if more than n are free", limits.MAX_GROUPS
     )
     max_server_bytes: int = _option(
         2**29,

@@ -1,4 +1,4 @@
-"""Frames of a fuzzed connection: handshake, sound and mutated frames, and fences, which any server answers alike."""
+"""Frames of a fuzzed connection: sound and mutated ones, and fences, whose answers never change; and identities."""
 
 import random
 import struct
@@ -19,7 +19,7 @@ BURST = 750
 # Possible shares of changed and random frames in a burst.
 CHANGES = (0.005, 0.005, 0.005, 0.65)
 
-# A heartbeat of an unknown session, and a part of its answer.
+# A fence: the answer to a heartbeat of an unknown session shows that the server has read the frames before.
 FENCE = encode(Heartbeat(b"a fence!"))
 FENCE_ANSWER = f"{digest(b'a fence!').hex()} is not registered".encode()
 

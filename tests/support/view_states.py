@@ -117,7 +117,7 @@ def group(state: str, ranks: int, names: list[str], now: float, job: str) -> dic
     slow = view_reports.straggler(LATE_RANK, 900, text="", median=0.041, p99=0.655)
     late = {"seconds": 12.0, "missing": [LATE_RANK], "layer": "layer3.0.bn1", "phase": "forward", "step": STEP}
     nan = {"layer": names[2], "phase": "forward", "step": 20, "ranks": [ODD_RANK], "channels": 4, "of": 256}
-    lost = {"rank": LATE_RANK, "place": "gpu-a, pid 12271", "how": "failed", "cause": "ValueError: loss is nan"}
+    lost = {"rank": LATE_RANK, "place": "gpu-a, pid 12271", "how": "fails", "cause": "ValueError: loss is nan"}
     over = {"broken": "broken", "ended": "ended"}.get(state)
     missing = 2 if state == "forming" else 0
     return view_reports.group(*(member(rank, state) for rank in range(ranks - missing))) | {

@@ -86,7 +86,7 @@ function draw() {
   const { figures, group } = shown;
   chooseView(group);
   first("#layers .map").hidden = first("#layers .reading").hidden = first("#layers .choice").hidden = !figures;
-  const about = figures ? `${figures.layers.length} layers in the order of a step: ${TITLES[view()]}` : "no figures yet: the server samples one step a second of jobs with a fixed number of ranks";
+  const about = figures ? `${figures.layers.length} layers in the order of a step: ${TITLES[view()]}` : "no figures yet: in jobs with a fixed number of ranks the server samples one step a second";
   setText(first("#layers header p"), about);
   render(first("#layers .chips"), figures ? chips() : []);
   if (!figures) return;

@@ -138,7 +138,7 @@ class Tripled(client.synchronized_class(Activated)):
         return 3 * super().forward(x)
 
 
-def test_micro_batches_use_only_the_layers_own_statistics():
+def test_micro_batches_are_refused_by_a_layer_that_updates_other_statistics_too():
     model = client.convert_model(nn.Sequential(WithAuxiliary(CHANNELS)), chunks=2)
     replicas = client.DataParallelWithCallback(model, device_ids=["cpu"] * 2)
     with pytest.raises(ConfigurationError, match="expected chunks=1: its forward updates other running statistics"):
