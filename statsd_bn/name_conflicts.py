@@ -1,7 +1,7 @@
 """The command `statsd-bn`, which finds the right `server` among modules of that name.
 
-It does what `python -m server` does. But `server` is a common name: a `server.py` on PYTHONPATH would start instead of
-ours. So the command starts in this package, which has a unique name, and imports the `server` beside it.
+It has the commands of `python -m server`. But `server` is a common name: a `server.py` on PYTHONPATH would start
+instead of ours. So the command starts in this package, which has a unique name, and imports the `server` beside it.
 """
 
 import sys

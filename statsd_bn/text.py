@@ -64,7 +64,7 @@ def wire_text(text: str, most: int = limits.MAX_TEXT_BYTES) -> str:
 
 
 def two_digits(value: float) -> str:
-    """Returns a number with two significant digits, and more only before the point: "8.5", "0.031", "1200"."""
+    """Returns a number with two significant digits, or with all digits before the point: "8.5", "0.031", "1200"."""
     return f"{value:.0f}" if abs(value) >= 9.95 else f"{value:.2g}"  # noqa: PLR2004
 
 

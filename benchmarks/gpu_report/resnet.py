@@ -50,7 +50,7 @@ def resnet(depths: Sequence[int], width: int, classes: int, norm: MakeNorm) -> n
         depths: blocks of each stage, (3, 4, 6, 3) for ResNet-50.
         width: channels of the first stage's inner convolutions, 64 for ResNet-50.
         classes: outputs.
-        norm: returns a normalisation of so many channels.
+        norm: makes a normalisation layer for a number of channels.
     """
     return nn.Sequential(
         nn.Conv2d(3, width, 7, 2, 3, bias=False),

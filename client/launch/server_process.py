@@ -207,7 +207,7 @@ def _read_endpoint(process: subprocess.Popen[str]) -> str:
     if is_listening:
         return endpoint
     seconds, code = time.monotonic() - started, process.poll()
-    how = "printed nothing" if code is None else _format_exit(code)
+    how = "printed no endpoint" if code is None else _format_exit(code)
     raise ServerUnreachable(
         f"cannot start a server: expected it to listen within {START_SECONDS:g} s, but it {how} after "
         f"{seconds:.1f} s; see its messages on the stderr of this process",

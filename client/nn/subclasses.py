@@ -87,7 +87,7 @@ class SubclassWithForward(SynchronizedSubclass):
         return output
 
     def _traced_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """`forward` under torch.compile. `_handle_bypass` tests for empty batches: these have a graph of their own."""
+        """`forward` under torch.compile. Empty batches have a graph of their own: `_handle_bypass` tests for them."""
         self._was_called = False
         with BatchNormOverride(self, SubclassWithForward._compute_traced_call, self._tracked_snapshot()):
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -166,7 +166,7 @@ class SuperForward(SynchronizedBatchNorm):
 
 @input_checks.constant_in_trace
 def _warn_once(cls: Any, layer: str, *, unrelated: bool = False) -> None:
-    """Log once per class that no call of `batch_norm` in its `forward`, or not every call, has the layer's tensors."""
+    """Log once per class and problem: no call of `batch_norm`, or not every call, gets the layer's tensors."""
     problem = (
         "%s: the forward of %s also calls batch_norm without the layer's tensors; that call is not synchronised"
         if unrelated
@@ -252,7 +252,7 @@ def _names_in(function: Any) -> tuple[str, ...]:
 
 
 def _user_classes(original: type[nn.Module]) -> tuple[type, ...]:
-    """A class and its bases down to torch's own."""
+    """A class and its bases before torch's own."""
     bases = original.__mro__
     return bases[: next(place for place, cls in enumerate(bases) if cls.__module__ == nn.modules.batchnorm.__name__)]
 

@@ -55,7 +55,7 @@ def recalibrate(
 
     Args:
         model: if it is in training mode, its layers in training mode are measured and those in eval mode stay
-            frozen; if it is in eval mode, all layers are measured. Other modules keep their mode, as dropout.
+            frozen; if it is in eval mode, all layers are measured. Other modules, such as dropout, keep their mode.
         loader: yields the batches. If a batch is a tuple or list, the model gets its first element, as in
             `torch.optim.swa_utils.update_bn`.
         num_batches: the largest number of batches.

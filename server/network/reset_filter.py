@@ -6,11 +6,11 @@ decoder answers a ZMTP heartbeat (PING) at once, and that write asserts that the
 (`zmq_assert (!_io_error)` in stream_engine_base.cpp). So one PING, buffered behind a full queue when its connection
 breaks, ends the process for all jobs. Ordinary ranks never send a PING, but any peer with a key may.
 
-A connection breaks when the peer resets it, or when both directions are shut down. The end of one direction is read
-after the buffer and is harmless. So on Linux the server
+A connection breaks when the peer resets it, or when both directions are shut down. If only one direction is shut down,
+libzmq reads its end after the buffered data, which is harmless. So on Linux the server
 
 - attaches to each TCP connection a socket filter that drops segments with the reset flag (`drop_resets`);
-- closes a connection by shutting down only its own read direction (`close_connection`);
+- closes a connection by shutting down only its own read direction, or both without a filter (`close_connection`);
 - detects reset connections itself (`ResetDetector`): a killed process with unread data resets its connections, and
   without the detector only its silence would show that it is lost.
 

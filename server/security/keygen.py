@@ -1,4 +1,4 @@
-"""`python -m server keygen DIR`: generates keys in private files, and loads them for a server.
+"""Key files: `python -m server keygen DIR` generates them, and a server loads them.
 
 `keygen` only adds files. A server reads its keys from such a folder, or for one job from standard input.
 """
@@ -91,7 +91,7 @@ def _check_folder(folder: Path, what: str, *, may_be_shared: bool) -> None:
             mode = f"{stat.S_IMODE(found.st_mode):04o}; chmod go-w {each}, or give another folder"
             text = f"{what}: expected only this user to be able to write to {each}, got mode {mode}"
             raise ConfigurationError(text)
-        may_be_shared = True  # members of a group that shares a folder above trust each other
+        may_be_shared = True  # a group that may write to a folder above is trusted
 
 
 def check_curve() -> None:

@@ -1,4 +1,4 @@
-"""Frames of a fuzzed connection: sound and mutated ones, and fences, whose answers never change; and identities."""
+"""Routing ids and frames of a fuzzed connection: sound and mutated frames, and fences, whose answers never change."""
 
 import random
 import struct
@@ -42,7 +42,7 @@ def templates() -> list[bytes]:
 
 
 def changed(frame: bytes, chance: random.Random) -> bytes:
-    """A frame with some bytes changed, cut or repeated. The mark stays, or it could become another connection's."""
+    """A frame with changed bytes, perhaps cut or doubled. A change never makes the mark another connection's."""
     found = bytearray(frame)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         found[chance.randrange(len(found))] = chance.randrange(256)

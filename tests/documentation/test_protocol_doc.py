@@ -89,7 +89,7 @@ def number(text: str) -> int:
     return int(named[text]) if text in named else int(text)
 
 
-# Frames, valid and invalid, made without the code under test.
+# Frames, valid and invalid; their headers are made without the code under test.
 
 
 # How `struct` names the types of a header of fixed fields.

@@ -285,7 +285,7 @@ def test_a_silent_server_is_an_error_and_is_stopped(start, monkeypatch):
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(server_process, "_command", lambda *_: command)
     before = _children()
-    with pytest.raises(ServerUnreachable, check=says(r"within 0.2 s, but it printed nothing after")):
+    with pytest.raises(ServerUnreachable, check=says(r"within 0.2 s, but it printed no endpoint after")):
         start()
     assert _children() == before
 

@@ -17,8 +17,8 @@ from gpu_report.variants import Variant
 SHAPES = [(32, 64, 112, 112), (32, 256, 56, 56), (32, 512, 7, 7), (2, 64, 7, 7)]
 SMALL_SHAPES = [(2, 4, 3, 3)]
 
-# Largest difference from nn.BatchNorm2d in float64, as a share of the largest value: bfloat16 has 8 bits, and float32
-# results are sums of 400,000 values.
+# Largest difference from nn.BatchNorm2d in float64, as a share of the largest value: bfloat16 has 8 significant bits,
+# and float32 results are sums of 400,000 values.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2.0**-7}
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}

@@ -17,8 +17,8 @@ TINY_DEPTHS, TINY_WIDTH, TINY_CLASSES, TINY_IMAGE = (1, 1), 4, 10, 32
 BATCHES = (32, 256)
 TINY_BATCHES = (2,)
 
-# Largest relative differences of losses and running statistics from nn.BatchNorm2d's: each activation has the 8 bits of
-# bfloat16, and two kinds of layers round some of them differently.
+# Largest relative differences of losses and running statistics from nn.BatchNorm2d's: each activation is rounded to
+# bfloat16's 8 significant bits, and two kinds of layers round some activations differently.
 LOSS_TOLERANCE = 0.01
 BUFFER_TOLERANCE = 0.05
 

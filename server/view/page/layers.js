@@ -58,7 +58,7 @@ export function shownLayer() {
   return figures.layers[figures.eta2.indexOf(Math.max(...figures.eta2))];
 }
 
-// A cell's height from -1 to 1, and whether it stands out where its rank has a finding.
+// A cell's height from -1 to 1, and whether it is high enough to stand out if its rank has a finding.
 function cell(figures, view, layer, column) {
   const at = layer * figures.members + column;
   const usual = figures.usual[layer];

@@ -1,4 +1,4 @@
-"""Members with equal data: found after several samples, and never for similar data."""
+"""Members with equal data are found after several samples, members with similar data never."""
 
 import numpy as np
 
