@@ -100,7 +100,7 @@ class RoundKey(_KeyFields):
 
 
 def advice_for(places: Iterable[str]) -> str:
-    """Returns advice for ranks that wait in different places; the text of a round contains `RoundKey.describe`."""
+    """Returns advice for ranks that wait in different places, given as texts; a round's text contains its key's."""
     rounds = set(places)
     if len({place.replace(FORWARD_WITHOUT_GRADIENT, FORWARD, 1) for place in rounds}) < len(rounds):
         return ADVICE_FOR_GRADIENTS

@@ -155,7 +155,7 @@ class BrokenJob:
             error.add_note(note)
 
     def _log(self, error: StatsdBNError, sample: ThreadSample) -> None:
-        # After a mismatch all ranks raise the same error; the report may name it as the cause of another rank's loss.
+        # After a mismatch all ranks raise the same error; in the report it may be the cause of another rank's loss.
         if self._is_logged or (self._raised and self._raised in {error_summary(error), error.fields.get("cause")}):
             return
         self._is_logged = True

@@ -37,7 +37,7 @@ FIRST_PAUSE_SECONDS = 1.0
 MAX_FAILURES = 8  # within the window; the pauses until then add up to 31 s
 MAX_FAILED_STARTS = 3  # consecutive starts in which the server did not begin to listen
 
-# Variables of the training script that would override the server's arguments.
+# Variables of the training script that are not for this server, which gets endpoint and keys in other ways.
 NOT_INHERITED = {"STATSD_BN_BIND", "STATSD_BN_CURVE", "STATSD_BN_INSECURE", "STATSD_BN_SECRET"}
 
 _started: list["ServerProcess"] = []

@@ -1,4 +1,4 @@
-"""Generated classes for users' subclasses of torch's batch norm, which keep their `forward`.
+"""Classes generated from users' subclasses of torch's batch norm; each runs the `forward` of the user's class.
 
 timm's BatchNormAct2d becomes SynchronizedBatchNormAct2d(SubclassWithForward, BatchNormAct2d, SuperForward). In the
 original `forward`, `super().forward(x)` calls `SuperForward`, and calls of `batch_norm` are overridden, see
@@ -222,7 +222,7 @@ def _reasons_not_derivable(original: type[nn.Module]) -> Iterator[str]:
     names = _names_in(original.forward)
     if "batch_norm" not in names and any(map(_COLLECTIVE.search, names)):
         yield "its forward synchronises already; see client.register_conversion"
-    # An `__init__` is exempt, because it ran before the conversion.
+    # An `__init__` is exempt, because `convert_model` does not run it; a new instance of the class would recurse in it.
     if endless := next((name for name, value in methods if name != "__init__" and _calls_super_of_type(value)), ""):
         yield f"its {endless} calls super(self.__class__, self), which recurses for ever in a subclass; write super()"
 

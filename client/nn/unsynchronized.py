@@ -1,4 +1,4 @@
-"""Calls without other ranks: torch's own batch norm, bit for bit, with two of its faults avoided."""
+"""Calls without other ranks: torch's batch norm to the bit, without two of its faults (pytorch#194504, #96136)."""
 
 import logging
 import os

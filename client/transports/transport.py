@@ -24,7 +24,7 @@ _STEP_FACTOR, _CALL_FACTOR = 0x9FD35B1C64E8A72B, 0xC25A0F9716B3D4E9
 class Transport:
     """Exchanges this process's rows for the aggregate over all members.
 
-    All transports return the same bits. Two transports are equal if they carry the same layer in the same way.
+    All transports return the same bits. Transports compare equal (`==`) if they carry the same layer in the same way.
 
     Example usage:
 

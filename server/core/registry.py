@@ -186,7 +186,7 @@ class Registry:
             return []
         master, membership, notified_at = session.master, session.master.membership, session.master.broken_notified_at
         # The loss that breaks a job is a WARNING: a launcher may stop the other processes before they can report it.
-        # The server may even notice the stopped processes before the rank that failed, so every loss in the next
+        # The server may even notice the stopped processes before it notices the failed rank, so every loss in the next
         # LAUNCHER_STOP_SECONDS is a WARNING. Later losses follow from the broken job, which the ranks have reported.
         follows = notified_at is not None and now - notified_at >= LAUNCHER_STOP_SECONDS
         breaks_job = membership.has_opened and not (membership.is_elastic or follows)

@@ -10,7 +10,8 @@ A connection breaks when the peer resets it, or when both directions are shut do
 libzmq reads its end after the buffered data, which is harmless. So on Linux the server
 
 - attaches to each TCP connection a socket filter that drops segments with the reset flag (`drop_resets`);
-- closes a connection by shutting down only its own read direction, or both without a filter (`close_connection`);
+- closes a connection by shutting down only its own read direction, or both if its filter cannot be attached
+  (`close_connection`);
 - detects reset connections itself (`ResetDetector`): a killed process with unread data resets its connections, and
   without the detector only its silence would show that it is lost.
 
@@ -155,7 +156,7 @@ class ResetDetector:
         self._suspects.pop(descriptor, None)
 
     def find_suspects(self, now: float, descriptors: Iterable[int]) -> list[int]:
-        """Connections that may have been reset since the last call; send a probe over each now."""
+        """Connections that may have been reset since the last call; the caller must send a probe over each at once."""
         found = []
         for descriptor in descriptors:
             count = self._dropped(descriptor)

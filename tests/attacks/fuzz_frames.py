@@ -42,7 +42,7 @@ def templates() -> list[bytes]:
 
 
 def changed(frame: bytes, chance: random.Random) -> bytes:
-    """A frame with changed bytes, perhaps cut or doubled. A change never makes the mark another connection's."""
+    """A frame with changed bytes, perhaps cut or doubled. A change never turns the mark into another one."""
     found = bytearray(frame)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         found[chance.randrange(len(found))] = chance.randrange(256)

@@ -7,7 +7,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Spares the other threads of a processor while this one spins. */
+/* Leaves a processor's resources to its other hardware threads while this one spins. */
 INLINE void relax(void) {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

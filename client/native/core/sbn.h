@@ -13,7 +13,8 @@
 
 enum { SBN_F32 = 0, SBN_BF16 = 1, SBN_F16 = 2, SBN_F64 = 3 };
 
-/* The state of a round. In a group SBN_DIFFERS, SBN_TOO_MANY and SBN_NOT_FINITE mean that all members have arrived and
+/* The state of a round. SBN_DIFFERS: digests or shapes differ. SBN_TOO_MANY: the sum of counts exceeds most_count.
+ * SBN_NOT_FINITE: the sum has NaN or infinity. In a group SBN_DIFFERS, SBN_TOO_MANY and SBN_NOT_FINITE mean that all members have arrived and
  * get the same state; then only the server can end the round. A pass that returns SBN_NO_MEMORY has had no effect. */
 enum { SBN_DONE, SBN_WAITS, SBN_CLOSED, SBN_DIFFERS, SBN_TOO_MANY, SBN_NOT_FINITE, SBN_NO_MEMORY };
 
@@ -44,9 +45,10 @@ SBN_API int sbn_level(int wanted);
  * if the whole batch has one value per channel, the pass ends after the round. If rows is NULL, SBN_FINISH computes
  * only y, with the given statistics.
  *
- * rows: the own row, then, except in SBN_MEASURE, the sum of all rows. A row has 2c + 1 doubles: Σx, Σx², count.
- * saved: the statistics, 3c doubles; zeros for a count of 0. They are the mean; invstd = (var + eps)^-1/2, with clamp
- * max(var, eps)^-1/2; and slope, 1 where invstd depends on the variance, else 0. weight and bias may be NULL.
+ * rows: two rows of 2c + 1 doubles (Σx, Σx², count): the own one, and behind it the sum of all, which SBN_MEASURE does
+ * not write. saved: three vectors of c doubles, which are zeros for a count of 0: the mean; invstd, which is
+ * (var + eps)^-1/2 or, with clamp, max(var, eps)^-1/2; and slope, which is 1 where invstd depends on the variance, else
+ * 0. weight and bias may be NULL.
  *
  * The running statistics move by momentum, or by 1 / *tracked if momentum is NaN, bit-identical to torch's lerp.
  * running_mean, running_var and tracked may be NULL, the first two only together. */

@@ -146,7 +146,7 @@ def test_micro_batches_are_refused_by_a_layer_that_updates_other_statistics_too(
 
 
 @pytest.mark.parametrize("kind", [WithAuxiliary, Beside])
-def test_recalibration_measures_the_statistics_of_the_layer_alone(kind):
+def test_recalibration_measures_only_the_layers_own_statistics(kind):
     batches = [batch(), 3 * batch()]
     model = client.convert_model(nn.Sequential(kind(CHANNELS)).double())
     client.recalibrate(model, batches)
@@ -240,7 +240,7 @@ def test_a_class_derived_from_ours_that_calls_torchs_batch_norm_is_named(kind):
     assert list(client.conversion_report(model).left) == ["0"]
 
 
-def test_a_forward_that_a_class_is_given_after_its_layers_were_converted_is_named():
+def test_a_layer_whose_class_gets_a_forward_after_the_conversion_is_reported():
     class Given(nn.BatchNorm2d):
         pass
 

@@ -94,7 +94,7 @@ def test_a_status_report_shows_the_work_of_the_server(play):
 )
 @pytest.mark.parametrize("transport", ["server", "shared_memory"])
 def test_the_report_shows_the_latest_known_step_of_a_member(play, transport, min_members, latest):
-    """In shared memory heartbeats report the step; a silent rank of a strict group is in the step of the others."""
+    """In shared memory heartbeats report the step; a rank of a strict group is in the latest step of any."""
     play.open(min_members=min_members)
     for member, step in ((1, 151), (0, 255)):
         if transport == "server":
