@@ -130,7 +130,7 @@ def _saved(statistics: ChannelStatistics, x: Tensor) -> Tensor:
 
 
 def _run(name: str, stage: int, x: Tensor, *tensors: Tensor | None, parameters: Sequence[Tensor | None] = ()) -> None:
-    """Run the pass of this name for a dense slice up to a stage, with the tensors that the core's function takes."""
+    """Run a stage of the pass of this name for a dense slice, with the tensors that the core's function takes."""
     types = (None if each is None else each.dtype for each in parameters)
     plan = plan_of(x.shape, x.dtype, x.is_contiguous(), torch.get_num_threads(), *types)
     NativeRow(plan, getattr(plan, name), None, *map(address_of, tensors)).run(stage)
@@ -274,7 +274,7 @@ class NativeExchange(PlainExchange):
         )  # fmt: skip
         if needs_input:
             self._round(row, self.next_key(BACKWARD))
-        else:  # parameters keep their local sums, as under DDP
+        else:  # without a group the core runs no round; the parameters' gradients are of this slice alone, as under DDP
             row.run(EXCHANGE)
         return of_input, of_weight, of_bias
 

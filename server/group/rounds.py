@@ -1,7 +1,7 @@
 """One round, and its states.
 
 The first contribution with a new key opens a round, with one `FutureResult` for each member that takes part. A round
-ends at most once, with the aggregate or a failure; late or repeated contributions get the same frame.
+ends at most once, with the aggregate or a failure; `server.group.master` answers late contributions with its frame.
 """
 
 from collections.abc import Iterable

@@ -165,7 +165,7 @@ class ConnectionTable:
         return True
 
     def stalled(self) -> list[int]:
-        """Connections to close: too many bytes are queued, and these peers have read nothing since the last call."""
+        """Connections to close, largest first: too many bytes are queued, and these were not empty at the last call."""
         if self._queued <= MAX_TOTAL_BYTES // 2:
             return []
         self._update(self._connections.values())

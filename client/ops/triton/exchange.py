@@ -88,7 +88,7 @@ def _launch(tiling: Tiling, variant: tuple[Any, ...], grid: tuple[int, int, int]
     """Launch a kernel; `variant`, the kernel's name and all that affects its compilation, is the key of the cache."""
     # `kernel[grid](...)` takes 80 µs of host time to find the compiled variant; the launch itself takes 10 µs. So the
     # variant is looked up once, and cached. Variants differ by the arguments' types, by numbers that are 1 or divisible
-    # by 16, and by addresses divisible by 16. Numbers follow from the input's shape, so each shape has its own cache.
+    # by 16, and by addresses divisible by 16. Sizes follow from the input's shape: each shape has its own cache.
     compiled = tiling.compiled.get(variant)
     if compiled is None:
         from client.ops.triton import kernels  # noqa: PLC0415 - needs Triton
